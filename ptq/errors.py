@@ -1,0 +1,28 @@
+"""The errors a caller can act on. Every message is one line: what, where, got, expected, what to do."""
+
+from __future__ import annotations
+
+import torch
+
+
+class PtqError(Exception):
+    """Base of all errors that ptq raises on purpose."""
+
+
+class BadInput(PtqError, ValueError):
+    """The caller's input cannot work: a file, a recipe, a shape, a pattern. The command line exits with 2."""
+
+
+class NoMatch(BadInput):
+    """A target pattern matches no weight."""
+
+
+class Refused(PtqError, RuntimeError):
+    """An operation met a weight that it cannot read.
+
+    A `RuntimeError`, because Python's binary operators swallow a `TypeError` and the weight's path would be lost.
+    """
+
+
+class NotPositiveDefinite(PtqError, torch.linalg.LinAlgError):
+    """A damped Hessian stayed indefinite after every damping tried."""

@@ -1,0 +1,209 @@
+"""Compressed parameters. `dense` is what a leaf means; its dense form has the parameter's shape.
+
+Dimensions are `[*e, out, in]`: `*e` stands for stacked experts or nothing, groups run along `in`.
+"""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ptq._tree import node, static, tree_map
+from ptq.errors import BadInput
+from ptq.numerics.grids import Grid
+from ptq.numerics.patterns import Pattern
+
+
+@node
+class Quantized:
+    """`(codes - zero) * scale`, rounded once to `dtype`.
+
+    Invariants (`validate` checks them):
+        codes: `[*e, out, in]` in `grid.dtype`, one code an element (packing belongs to files).
+        scale: `[*e, a, b]`, finite and not 0; each value serves a tile of `ceil(out / a) x ceil(in / b)` codes, which
+            is the only place where granularity is stored: `[1, 1]` tensor, `[out, 1]` channel, `[out, in / g]` groups.
+        zero: the scale's shape in `grid.dtype`, or None for a symmetric grid.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    grid: Grid = static()
+    dtype: torch.dtype = static()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+
+@node
+class Sparse:
+    """`values` where `mask` is True and 0 elsewhere; `values` may itself be quantized.
+
+    Invariants: `mask` is bool, of the values' shape; `pattern` says what the mask obeys (None: no promise).
+    """
+
+    values: Any
+    mask: Tensor
+    pattern: Pattern | None = static()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.mask.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.mask.device
+
+
+@node
+class Transposed:
+    """A leaf held as `[*e, out, in]` for a parameter that the module stores as `[*e, in, out]` (GPT-2's Conv1D)."""
+
+    leaf: Any
+
+    @property
+    def shape(self) -> torch.Size:
+        *e, rows, columns = self.leaf.shape
+        return torch.Size((*e, columns, rows))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.leaf.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.leaf.device
+
+
+Leaf = Any  # Tensor | Quantized | Sparse | Transposed | whatever else registers with `dense`
+
+
+@singledispatch
+def dense(leaf: Leaf) -> Tensor:
+    """The tensor that a leaf stands for, in the parameter's shape and dtype.
+
+    >>> from ptq.numerics.grids import Int
+    >>> dense(Quantized(torch.tensor([[3, -8]], dtype=torch.int8), torch.tensor([[0.5]]), None, Int(4), torch.float32))
+    tensor([[ 1.5000, -4.0000]])
+    """
+    raise TypeError(f"dense: {type(leaf).__name__} is no leaf; register it with ptq.dense.register")
+
+
+@dense.register
+def _(leaf: Tensor) -> Tensor:
+    return leaf
+
+
+@dense.register
+def _(leaf: Quantized) -> Tensor:
+    # Integer times scale is exact in float32 for every stored scale of 16 bits or less, so the only rounding is the
+    # cast to the leaf's dtype: the value a loader computes.
+    levels = leaf.grid.decode(leaf.codes)
+    if leaf.zero is not None:
+        levels = levels - spread(leaf.grid.decode(leaf.zero), leaf.shape)
+    return (levels * spread(leaf.scale.to(levels.dtype), leaf.shape)).to(leaf.dtype)
+
+
+@dense.register
+def _(leaf: Sparse) -> Tensor:
+    return dense(leaf.values).masked_fill(~leaf.mask, 0)
+
+
+@dense.register
+def _(leaf: Transposed) -> Tensor:
+    return dense(leaf.leaf).mT
+
+
+def spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Gives each element its tile's value: `[*e, a, b]` to `[*e, out, in]` (a ragged last tile is cut).
+
+    >>> spread(torch.tensor([[1.0, 2.0]]), torch.Size((2, 4)))
+    tensor([[1., 1., 2., 2.],
+            [1., 1., 2., 2.]])
+    """
+    (*e, a, b), (*_, rows, columns) = scale.shape, shape
+    high, wide = -(-rows // a), -(-columns // b)
+    tiles = scale[..., :, None, :, None].expand(*e, a, high, b, wide)
+    return tiles.reshape(*e, a * high, b * wide)[..., :rows, :columns]
+
+
+def linear(x: Tensor, leaf: Leaf, bias: Tensor | None = None) -> Tensor:
+    """`x @ dense(leaf).T + bias`: the place where a fast kernel may be put."""
+    return F.linear(x, dense(leaf), bias)
+
+
+def take(leaf: Leaf, i: int) -> Leaf:
+    """Expert `i` of a stacked leaf.
+
+    >>> take(torch.arange(8).view(2, 2, 2), 1)
+    tensor([[4, 5],
+            [6, 7]])
+    """
+    return tree_map(lambda t: t[i], leaf)
+
+
+@singledispatch
+def nbytes(leaf: Leaf) -> int:
+    """Bytes a leaf costs in a file: packed codes, scales and zero points; pruned zeros are stored."""
+    shape, dtype = leaf.shape, leaf.dtype
+    return shape.numel() * dtype.itemsize
+
+
+@nbytes.register
+def _(leaf: Quantized) -> int:
+    zero = 0 if leaf.zero is None else leaf.zero.numel() * leaf.grid.bits
+    return (leaf.codes.numel() * leaf.grid.bits + zero + 7) // 8 + leaf.scale.numel() * leaf.scale.element_size()
+
+
+@nbytes.register
+def _(leaf: Sparse) -> int:
+    return nbytes(leaf.values)
+
+
+@nbytes.register
+def _(leaf: Transposed) -> int:
+    return nbytes(leaf.leaf)
+
+
+def validate(leaf: Quantized, name: str) -> Quantized:
+    """Returns the leaf, or raises `BadInput` that names the weight and the invariant it breaks."""
+    tiles = leaf.scale.shape[-2:]
+    if leaf.scale.ndim != leaf.codes.ndim or any(t > n for t, n in zip(tiles, leaf.shape[-2:], strict=True)):
+        raise BadInput(f"{name}: scale of shape {tuple(leaf.scale.shape)} does not tile codes {tuple(leaf.shape)}")
+    if leaf.zero is not None and leaf.zero.shape != leaf.scale.shape:
+        raise BadInput(f"{name}: zero points {tuple(leaf.zero.shape)}, expected the scale's {tuple(leaf.scale.shape)}")
+    if leaf.codes.dtype != leaf.grid.dtype:
+        raise BadInput(f"{name}: codes are {leaf.codes.dtype}, expected {leaf.grid.dtype}")
+    scale = leaf.scale.float()
+    if not bool(((scale != 0) & scale.isfinite()).all()):
+        raise BadInput(f"{name}: a scale is 0, infinite or NaN; quantize this weight again from finite values")
+    return leaf
+
+
+@singledispatch
+def compressed(leaf: Leaf) -> bool:
+    """Whether a leaf is more than a stored tensor, so that reading it in a way not understood would lose something."""
+    return True
+
+
+@compressed.register
+def _(leaf: Tensor) -> bool:
+    return False
+
+
+@compressed.register
+def _(leaf: Transposed) -> bool:
+    return compressed(leaf.leaf)

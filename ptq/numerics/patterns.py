@@ -1,0 +1,71 @@
+"""What a pruned weight's mask obeys: exact counts, in any comparison group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ptq.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Unstructured:
+    """Prunes exactly `int(numel * ratio)` entries of a comparison group, those of lowest score.
+
+    >>> Unstructured(0.5).mask(torch.tensor([[4.0, 1.0, 3.0, 2.0]]))
+    tensor([[ True, False,  True, False]])
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise BadInput(f"Unstructured: got ratio {self.ratio}, expected 0 <= ratio < 1")
+
+    def check(self, columns: int) -> None:
+        """Any width will do."""
+
+    def mask(self, score: Tensor, per: str = "tensor") -> Tensor:
+        """The mask of what stays, for scores `[*e, out, in]`; `per` is the comparison group, "row" or "tensor".
+
+        Ties go by position, so that the counts are exact: the published code's threshold prunes one entry more.
+        """
+        groups = score if per == "row" else score.flatten(-2)
+        return _keep_largest(groups, groups.shape[-1] - int(groups.shape[-1] * self.ratio)).view(score.shape)
+
+
+@dataclass(frozen=True)
+class NM:
+    """Keeps exactly `keep` of each `of` consecutive inputs: NM(keep=2, of=4) is what sparse tensor cores run.
+
+    >>> NM(keep=2, of=4).mask(torch.tensor([[4.0, 1.0, 3.0, 2.0]]))
+    tensor([[ True, False,  True, False]])
+    """
+
+    keep: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= self.of:
+            raise BadInput(f"NM: got keep={self.keep} of={self.of}, expected 0 < keep <= of")
+
+    def check(self, columns: int) -> None:
+        """Refuses a width that the groups do not divide."""
+        if columns % self.of:
+            raise BadInput(f"{self.keep} of {self.of}: does not divide {columns} inputs")
+
+    def mask(self, score: Tensor, per: str = "row") -> Tensor:
+        """The mask of what stays, for scores `[*e, out, in]`; groups never cross rows, so `per` changes nothing."""
+        self.check(score.shape[-1])
+        return _keep_largest(score.unflatten(-1, (-1, self.of)), self.keep).flatten(-2)
+
+
+Pattern = Unstructured | NM
+
+
+def _keep_largest(score: Tensor, count: int) -> Tensor:
+    """True at the `count` largest of the last dimension; among equals the first."""
+    order = score.argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, order[..., :count], True)
