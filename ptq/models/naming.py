@@ -1,0 +1,226 @@
+"""Names and shapes in files against those in memory, by transformers' own conversion, one parameter at a time.
+
+Most parameters are only renamed, or not even that. Some are stored as several tensors (one per expert) that transformers
+stacks when it loads a model and splits when it saves one. A module that is not transformers' has the same names in both.
+
+Reference: `transformers.core_model_loading`, whose loader and saver this follows without reading any weight.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from ptq.numerics.lazy import Lazy, load
+from ptq.numerics.leaves import Leaf, Quantized, compressed, dense, nbytes, spread
+
+
+class Reading(NamedTuple):
+    """What a checkpoint holds for a model."""
+
+    leaves: dict[str, Leaf]
+    """parameters and persistent buffers by the names they have in memory"""
+    sources: dict[str, tuple[str, ...]]
+    """memory name -> the names in the file that it is made of"""
+    unused: tuple[str, ...]
+    """names in the file that the model has no place for"""
+    conversions: list[Any]
+    """the conversions that took part, which writing reverts"""
+
+
+def read(skeleton: nn.Module, stored: Mapping[str, Leaf]) -> Reading:
+    """Assigns the tensors of a checkpoint to the parameters of a model; reads nothing.
+
+    Args:
+        skeleton: the model's structure; shapes are those of its parameters.
+        stored: leaves by their names in the file; lazy ones stay lazy.
+    """
+    if not isinstance(skeleton, PreTrainedModel):
+        names = skeleton.state_dict(keep_vars=True).keys()
+        leaves = {name: leaf for name, leaf in stored.items() if name in names}
+        return Reading(leaves, {n: (n,) for n in leaves}, tuple(n for n in stored if n not in leaves), [])
+    mapping = get_model_conversion_mapping(skeleton)
+    sources, converters, unused = _assigned(skeleton, mapping, stored)
+    leaves: dict[str, Leaf] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for target, keys in sources.items():
+        made = {target: stored[keys[0][0]]}
+        if target in converters:
+            made = _converted(skeleton, converters[target], target, [(k, p, stored[k]) for k, p in keys])
+        leaves |= made
+        found |= dict.fromkeys(made, tuple(k for k, _ in keys))
+    return Reading(leaves, found, unused, [conversion for conversion in mapping if conversion.was_used()])
+
+
+def written(skeleton: nn.Module, params: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """The same leaves under the names and in the shapes that a checkpoint has for them.
+
+    What is only renamed stays as it is, lazy leaves too. `params` holds whole groups of `joint`.
+    """
+    renamed: dict[str, Leaf] = {}
+    for group in joint(skeleton, params):
+        stand_ins = {name: torch.empty(params[name].shape, device="meta") for name in group}
+        names = {id(tensor): name for name, tensor in stand_ins.items()}
+        back = _reverted(skeleton, stand_ins)
+        if all(id(tensor) in names for tensor in back.values()):
+            renamed |= {file: params[names[id(tensor)]] for file, tensor in back.items()}
+        else:
+            renamed |= _split(skeleton, {name: load(params[name]) for name in group})
+    return renamed
+
+
+def names_in_files(skeleton: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, tuple[str, ...]]:
+    """Memory name -> names in a checkpoint; several where a parameter is stored in pieces.
+
+    >>> names_in_files(nn.Linear(2, 1), {"weight": torch.Size((1, 2))})
+    {'weight': ('weight',)}
+    """
+    return {
+        name: tuple(_reverted(skeleton, {n: torch.empty(shapes[n], device="meta") for n in group}))
+        for group in joint(skeleton, shapes)
+        for name in group
+    }
+
+
+def joint(skeleton: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Groups of parameters that are written together, since a checkpoint keeps them in one tensor; mostly single."""
+    converters = [c.reverse_transform() for c in _conversions(skeleton)[::-1] if isinstance(c, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        key, pattern = apply_converters(name, converters)
+        groups.setdefault(name if pattern is None else f"{pattern}:{key}", []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+@dataclass(frozen=True)
+class Converted(Lazy):
+    """A parameter that transformers makes of several tensors of a file, or of a part of one."""
+
+    skeleton: nn.Module
+    converter: Any
+    target: str
+    sources: tuple[tuple[str, str, Leaf], ...]
+    """(name in the file, pattern of the converter, leaf)"""
+    output: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def load(self) -> Leaf:
+        leaves = [load(leaf) for _, _, leaf in self.sources]
+        if not all(isinstance(leaf, Quantized) for leaf in leaves):
+            return self._of([dense(leaf) for leaf in leaves])
+        rows = [_by_rows(leaf) for leaf in leaves]
+        zeros = None if rows[0].zero is None else self._of([leaf.zero for leaf in rows])
+        codes, scale = self._of([leaf.codes for leaf in rows]), self._of([leaf.scale for leaf in rows])
+        return replace(rows[0], codes=codes, scale=scale, zero=zeros)
+
+    def _of(self, values: Sequence[Tensor | None]) -> Tensor:
+        parts = [(key, pattern, v) for (key, pattern, _), v in zip(self.sources, values, strict=True)]
+        return _apply(self.skeleton, self.converter, self.target, parts)[self.output]
+
+
+@compressed.register
+def _(leaf: Converted) -> bool:
+    return any(compressed(source) for _, _, source in leaf.sources)
+
+
+@nbytes.register
+def _(leaf: Converted) -> int:
+    whole = sum(source.shape.numel() for _, _, source in leaf.sources)
+    return sum(nbytes(source) for _, _, source in leaf.sources) * leaf.shape.numel() // whole
+
+
+def _assigned(
+    skeleton: PreTrainedModel, mapping: Sequence[Any], stored: Mapping[str, Leaf]
+) -> tuple[dict[str, list[tuple[str, str]]], dict[str, Any], tuple[str, ...]]:
+    """Target -> [(name in the file, pattern)], target -> converter, names without a target."""
+    renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
+    converters = [t for t in mapping if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    known, prefix = skeleton.state_dict(keep_vars=True), skeleton.base_model_prefix
+    sources: dict[str, list[tuple[str, str]]] = {}
+    chosen: dict[str, Any] = {}
+    unused: list[str] = []
+    for key in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        if target not in known and key in known:  # it has the name in memory already
+            target, pattern = rename_source_key(key, [], [], prefix, known)
+        if target not in known:
+            unused.append(key)
+        else:
+            sources.setdefault(target, []).append((key, pattern or key))
+            if pattern is not None:
+                chosen.setdefault(target, by_pattern[pattern])
+    return sources, chosen, tuple(unused)
+
+
+def _converted(
+    skeleton: nn.Module, converter: Any, target: str, sources: Sequence[tuple[str, str, Leaf]]
+) -> dict[str, Leaf]:
+    metas = [(key, pattern, torch.empty(leaf.shape, device="meta")) for key, pattern, leaf in sources]
+    dtype = sources[0][2].dtype
+    return {
+        name: Converted(skeleton, converter, target, tuple(sources), name, dtype, value.shape)
+        for name, value in _apply(skeleton, converter, target, metas).items()
+    }
+
+
+def _apply(
+    skeleton: Any, converter: Any, target: str, parts: Sequence[tuple[str, str, Tensor | None]]
+) -> dict[str, Tensor]:
+    conversion = copy.deepcopy(converter)  # it collects tensors, so each use has its own
+    for key, pattern, value in parts:
+        conversion.add_tensor(target, key, pattern, value)
+    made = conversion.convert(target, model=skeleton, config=skeleton.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _split(skeleton: nn.Module, group: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Sends codes, scales and zero points through the conversion each by itself: it only cuts and rearranges."""
+    if not all(isinstance(leaf, Quantized) for leaf in group.values()):
+        return dict(_reverted(skeleton, {name: dense(leaf) for name, leaf in group.items()}))
+    rows = {name: _by_rows(leaf) for name, leaf in group.items()}
+    first = next(iter(rows.values()))
+    codes = _reverted(skeleton, {name: leaf.codes for name, leaf in rows.items()})
+    scale = _reverted(skeleton, {name: leaf.scale for name, leaf in rows.items()})
+    zeros = {name: leaf.zero for name, leaf in rows.items() if leaf.zero is not None}
+    zero = _reverted(skeleton, zeros) if zeros else {}
+    return {name: replace(first, codes=codes[name], scale=scale[name], zero=zero.get(name)) for name in codes}
+
+
+def _by_rows(leaf: Quantized) -> Quantized:
+    """The same values with a scale for every row, so that rows can be cut and joined."""
+    tall = torch.Size((*leaf.shape[:-1], leaf.scale.shape[-1]))
+    zero = None if leaf.zero is None else spread(leaf.zero, tall)
+    return replace(leaf, scale=spread(leaf.scale, tall), zero=zero)
+
+
+def _reverted(skeleton: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return revert_weight_conversion(skeleton, values) if isinstance(skeleton, PreTrainedModel) else values
+
+
+def _conversions(skeleton: nn.Module) -> list[Any]:
+    """What `revert_weight_conversion` will revert."""
+    if not isinstance(skeleton, PreTrainedModel):
+        return []
+    known = getattr(skeleton, "_weight_conversions", None)
+    if known is not None:
+        return list(known)
+    mapping = get_model_conversion_mapping(skeleton, add_legacy=False)
+    return [conversion for conversion in mapping if not isinstance(conversion, PrefixChange)]

@@ -1,0 +1,186 @@
+"""One forward on weights that are not there: which weights a model reads, in what order, and what they share."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ptq.base import Link, Params, Sites
+from ptq.models.call import functional, named, stand_ins
+from ptq.models.interpret import Interpreter, Use
+from ptq.models.model import Model
+
+
+class Segment(NamedTuple):
+    """A block of the plan: a member of a repeated block list, or what is read between two of them."""
+
+    name: str
+    params: tuple[str, ...]
+    module: str | None
+    """the path of the block's module, empty for the root; None for what lies between blocks"""
+
+
+class Trace(NamedTuple):
+    """What a probe saw."""
+
+    sites: Sites
+    """first reader -> all weights that read the same tensor, in the order of the first reads"""
+    transposed: frozenset[str]
+    """weights stored as (in, out)"""
+    reads: dict[str, int]
+    """how often each parameter was read in the one forward"""
+    kinds: dict[str, str]
+    """parameter -> how it was read first: linear, table, conv, experts, other"""
+    links: tuple[Link, ...]
+    segments: tuple[Segment, ...]
+
+
+def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
+    """Runs one small batch through the model with zeros for weights; reads no weight and costs no memory.
+
+    Args:
+        model: its leaves' shapes are all that is used of the parameters.
+        args, kwargs: a batch of a few tokens; what it does not reach is not in the trace's sites.
+
+    >>> from ptq.models.skeleton import from_module
+    >>> model = from_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+    >>> probe(model, torch.ones(1, 2)).sites
+    {'0.weight': ('0.weight',), '2.weight': ('2.weight',)}
+    """
+    module = copy.deepcopy(model.module)
+    watch = _Watch(model.params, module)
+    handles = stand_ins(model.params)
+    with torch.no_grad(), Interpreter(handles, watch):
+        functional(module, named(handles, model.aliases), args, kwargs)
+    return Trace(
+        sites={weights[0]: tuple(weights) for _, weights in watch.inputs.values()},
+        transposed=frozenset(watch.transposed),
+        reads=dict(watch.reads),
+        kinds=watch.kinds,
+        links=tuple(_links(watch, model)),
+        segments=tuple(_segments(model, watch.events)),
+    )
+
+
+def blocks(module: nn.Module) -> list[str]:
+    """Paths of the members of the outermost module lists whose members all hold parameters and have children.
+
+    A model without such a list is one block, its root, whose path is empty.
+    """
+
+    def walk(prefix: str, m: nn.Module) -> Iterator[str]:
+        for name, child in m.named_children():
+            path = f"{prefix}{name}"
+            if isinstance(child, nn.ModuleList) and len(child) and all(_is_block(b) for b in child):
+                yield from (f"{path}.{i}" for i in range(len(child)))
+            else:
+                yield from walk(f"{path}.", child)
+
+    return list(walk("", module)) or [""]
+
+
+def _is_block(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None and next(module.children(), None) is not None
+
+
+class _Watch:
+    """The probe's reader: writes down each use and serves zeros."""
+
+    def __init__(self, params: Params, module: nn.Module) -> None:
+        self.params = params
+        self.reads: Counter[str] = Counter()
+        self.kinds: dict[str, str] = {}
+        self.transposed: set[str] = set()
+        self.events: list[tuple[str, str]] = []  # ("enter", block) and ("read", parameter)
+        self.inputs: dict[int, tuple[Tensor, list[str]]] = {}  # id of an input -> it, kept alive, and its readers
+        self.outputs: dict[int, tuple[Tensor, str]] = {}  # id of a norm's output -> it, and the norm
+        for path in blocks(module):
+            module.get_submodule(path).register_forward_pre_hook(self._enter(path))
+        for path, child in module.named_modules():
+            if _is_norm(child):
+                child.register_forward_hook(self._leave(path))
+
+    def __call__(self, use: Use) -> Tensor:
+        name = use.name
+        if not self.reads[name]:
+            self.events.append(("read", name))
+            self.kinds[name] = use.kind
+        self.reads[name] += 1
+        if use.x is not None and self.reads[name] == 1:
+            self.inputs.setdefault(id(use.x), (use.x, []))[1].append(name)
+            if use.transposed:
+                self.transposed.add(name)
+        leaf = self.params[name]
+        return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
+
+    def _enter(self, path: str) -> Any:
+        return lambda *_: self.events.append(("enter", path))
+
+    def _leave(self, path: str) -> Any:
+        return lambda _module, _args, out: self.outputs.update({id(out): (out, path)})
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters())
+    return not list(module.children()) and bool(own) and all(p.ndim == 1 for p in own) and hasattr(module, "weight")
+
+
+def _links(watch: _Watch, model: Model) -> Iterator[Link]:
+    """Norms and the weights that read what they wrote."""
+    for key, (_, weights) in watch.inputs.items():
+        if key in watch.outputs:
+            path = watch.outputs[key][1]
+            offset = _offset(model.module.get_submodule(path))
+            if offset is not None:
+                yield Link(f"{path}.weight", tuple(weights), offset)
+
+
+def _offset(norm: nn.Module) -> float | None:
+    """c in `(weight + c) * normalized(x)`, found by running the norm; None where it is no such function.
+
+    With out(w) = (w + c) a, out(0) = c a and out(1) - out(0) = a, whatever the norm's class and epsilon.
+    """
+    own = dict(norm.named_parameters())
+    features = own["weight"].shape[0]
+    x = torch.linspace(-1, 2, features).square().add(0.5)[None]
+
+    def out(w: float) -> Tensor:
+        fixed = {n: torch.full(p.shape, w if n == "weight" else 0.0) for n, p in own.items()}
+        return functional(norm, fixed, (x,), {})
+
+    at0, at1, at2 = out(0.0), out(1.0), out(2.0)
+    a = at1 - at0
+    if not torch.allclose(at2 - at1, a, rtol=1e-3, atol=1e-5) or not bool(a.abs().max() > 0):
+        return None
+    return float((at0 / a)[a.abs() == a.abs().max()].round(decimals=3)[0])
+
+
+def _segments(model: Model, events: Sequence[tuple[str, str]]) -> Iterator[Segment]:
+    """Groups parameters by block, in the order met; what lies between blocks goes by where it was read first."""
+    paths = list(dict.fromkeys(path for kind, path in events if kind == "enter"))
+    owner: Mapping[str, str | None] = {
+        name: next((p for p in paths if name.startswith(f"{p}." if p else "")), None) for name in model.params
+    }
+    pending: list[str] = []
+    seen: set[str] = set()
+    for kind, name in events:
+        if kind == "read" and owner[name] is None:
+            pending.append(name)
+        if kind == "enter" and name not in seen:
+            seen.add(name)
+            yield from _between(pending)
+            pending = []
+            yield Segment(name or "model", tuple(n for n in model.params if owner[n] == name), name)
+    read = {name for kind, name in events if kind == "read"}
+    yield from _between(pending)
+    yield from _between([n for n in model.params if owner[n] is None and n not in read])
+
+
+def _between(params: list[str]) -> Iterator[Segment]:
+    if params:
+        yield Segment(params[0].rpartition(".")[0] or params[0], tuple(params), None)
