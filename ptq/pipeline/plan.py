@@ -1,0 +1,151 @@
+"""What will be done to which weight, settled before the first token."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ptq.base import Link, Params, Sites, Stage, State, Transform
+from ptq.errors import BadInput
+from ptq.models.model import Model
+from ptq.models.naming import names_in_files
+from ptq.models.probe import Segment, Trace, probe
+from ptq.numerics.leaves import Leaf, Transposed, compressed
+from ptq.pipeline.spine import Batch
+from ptq.targeting import Labels, label, select
+
+
+class Member(NamedTuple):
+    """A transform with the weights it takes, grouped by the tensor they read."""
+
+    transform: Transform
+    sites: Sites
+    kinds: Mapping[str, tuple[str, ...]]
+    """site -> kinds of statistic the transform must see"""
+    links: tuple[Link, ...]
+
+
+class Plan(NamedTuple):
+    """All that is decided before the first token."""
+
+    model: Model
+    """the model with ties settled: a tied weight that is targeted has parameters of its own"""
+    stages: tuple[tuple[Member, ...], ...]
+    trace: Trace
+    segments: tuple[Segment, ...]
+    untied: tuple[str, ...]
+    """names that were aliases and are parameters now"""
+
+
+def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
+    """Probes the model, resolves targets, settles ties, and asks every transform whether it can take its weights.
+
+    Raises:
+        BadInput: a target matches nothing, a weight has the wrong shape or is compressed already, ...
+    """
+    loose = _untied(model)
+    trace = probe(loose, *example.args, **example.kwargs)
+    table = label_table(loose, trace)
+    chosen = [[(t, select(t.select, table)) for t in stage] for stage in stages]
+    taken = {name for stage in chosen for _, names in stage for name in names}
+    settled = _settled(model, taken)
+    members = tuple(tuple(_member(t, names, settled, trace) for t, names in stage) for stage in chosen)
+    segments = tuple(s for s in (_present(s, settled.params) for s in trace.segments) if s.params)
+    untied = tuple(n for n in settled.params if n not in model.params)
+    return Plan(settled, members, trace, segments, untied)
+
+
+def label_table(model: Model, trace: Trace) -> dict[str, Labels]:
+    """What patterns are compared with, for every matrix the model reads, in parameter order."""
+    classes = {path: type(m).__name__ for path, m in model.module.named_modules()}
+    inside = {name for s in trace.segments if s.module is not None for name in s.params}
+    linear = {w for weights in trace.sites.values() for w in weights}
+    stored = names_in_files(model.module, {n: leaf.shape for n, leaf in model.params.items()})
+    return {
+        name: label(name, classes, default=name in inside and name in linear, others=stored.get(name, ()))
+        for name, leaf in model.params.items()
+        if len(leaf.shape) >= 2 and name in trace.kinds
+    }
+
+
+def oriented_params(params: Params, transposed: frozenset[str]) -> Params:
+    """Leaves as transforms take them, `[*e, out, in]`, and `Transposed` where the module stores (in, out)."""
+    return {name: _oriented(leaf) if name in transposed else leaf for name, leaf in params.items()}
+
+
+def _oriented(leaf: Leaf) -> Leaf:
+    return Transposed(leaf.mT) if isinstance(leaf, Tensor) else leaf
+
+
+def _untied(model: Model) -> Model:
+    params = {**model.params, **{alias: model.params[name] for alias, name in model.aliases.items()}}
+    return replace(model, state=model.state._replace(params=params), aliases={})
+
+
+def _settled(model: Model, taken: set[str]) -> Model:
+    own = {a: n for a, n in model.aliases.items() if a in taken or n in taken}
+    params = {**model.params, **{alias: model.params[name] for alias, name in own.items()}}
+    aliases = {a: n for a, n in model.aliases.items() if a not in own}
+    return replace(model, state=model.state._replace(params=params), aliases=aliases)
+
+
+def _present(segment: Segment, params: Params) -> Segment:
+    return segment._replace(params=tuple(n for n in segment.params if n in params))
+
+
+def _member(t: Transform, names: Sequence[str], model: Model, trace: Trace) -> Member:
+    if t.scope == "model" or t.needs - {"links", "key"}:
+        raise BadInput(f"{t.name}: scope {t.scope!r} with extras {sorted(t.needs)} is not supported by this version")
+    wanted = set(names)
+    sites = {s: kept for s, ws in trace.sites.items() if (kept := tuple(w for w in ws if w in wanted))}
+    read = {w for ws in sites.values() for w in ws}
+    sites.update({n: (n,) for n in names if n not in read})
+    links = tuple(_whole(link, wanted, t) for link in trace.links if wanted & set(link.sinks))
+    extras = {"links": links} if "links" in t.needs else {}
+    stats = t.init(State(_abstract(model.params, names, trace)), sites, **extras)
+    for site in (s for s in stats if s not in trace.sites):
+        raise BadInput(f"{site}: {t.name} needs to see its input, but no linear reads it; use a method without data")
+    return Member(t, sites, {site: tuple(kinds) for site, kinds in stats.items()}, links)
+
+
+def _whole(link: Link, wanted: set[str], t: Transform) -> Link:
+    missing = [w for w in link.sinks if w not in wanted]
+    if "links" in t.needs and missing:
+        raise BadInput(f"{t.name}: {link.source} also feeds {', '.join(missing)}; target all of its readers or none")
+    return link
+
+
+def _abstract(params: Params, names: Sequence[str], trace: Trace) -> Params:
+    """Shapes without values; compressed leaves as they are, so that a transform can refuse them."""
+    return oriented_params({n: _shape_only(n, params[n]) for n in names}, trace.transposed)
+
+
+def _shape_only(name: str, leaf: Leaf) -> Leaf:
+    if len(leaf.shape) not in (2, 3):
+        raise BadInput(f"{name}: shape {tuple(leaf.shape)}; only matrices and stacks of them can be compressed yet")
+    return leaf if compressed(leaf) else torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+
+def stage_sites(members: Sequence[Member]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each site that a solve of the stage works on, with the kinds of statistic that must be measured there."""
+    kinds: dict[str, dict[str, None]] = {}
+    for member in (m for m in members if m.transform.kind == "solve"):
+        for site in member.sites:
+            kinds.setdefault(site, {}).update(dict.fromkeys(member.kinds.get(site, ())))
+    yield from ((site, tuple(wanted)) for site, wanted in kinds.items())
+
+
+def describe(stages: Sequence[Stage]) -> list[list[str]]:
+    """The recipe as names, for reports."""
+    return [[t.name for t in stage] for stage in stages]
+
+
+def extras(member: Member, seed: int, site: str, links: tuple[Link, ...] = ()) -> dict[str, Any]:
+    """What a transform asked for by name."""
+    given = {"links": links, "key": zlib.crc32(f"{seed}/{site}".encode())}
+    return {name: value for name, value in given.items() if name in member.transform.needs}

@@ -1,0 +1,53 @@
+"""What a run reports: sizes, versions, totals."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Container
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from ptq.base import Params
+from ptq.numerics.leaves import nbytes
+
+
+class Size(NamedTuple):
+    """Bytes of a model, and bytes and number of the weights that were compressed."""
+
+    total: int = 0
+    compressed: int = 0
+    weights: int = 0
+
+    def plus(self, other: Size) -> Size:
+        return Size(self.total + other.total, self.compressed + other.compressed, self.weights + other.weights)
+
+
+def size(params: Params, worked_on: Container[str]) -> Size:
+    """The size of some leaves, of which `worked_on` were compressed.
+
+    >>> import torch
+    >>> size({"a": torch.ones(2), "b": torch.ones(3)}, {"b"})
+    Size(total=20, compressed=12, weights=3)
+    """
+    sized = {name: nbytes(leaf) for name, leaf in params.items()}
+    mine = [name for name in params if name in worked_on]
+    weights = sum(params[name].shape.numel() for name in mine)
+    return Size(sum(sized.values()), sum(sized[name] for name in mine), weights)
+
+
+def totals(sized: Size, seconds: float) -> dict[str, Any]:
+    """The report's last lines; bits per weight are those of the compressed weights, scales and zero points included."""
+    bits = 8 * sized.compressed / sized.weights if sized.weights else None
+    return {"bits_per_weight": bits, "bytes": sized.total, "seconds": seconds}
+
+
+def versions() -> dict[str, str]:
+    """What made a result: ptq, its numerical dependencies, Python."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in ("ptq", "torch", "transformers")}}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

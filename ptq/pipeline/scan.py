@@ -1,0 +1,258 @@
+"""The driver: stages over a model, block by block, from a plan to finished leaves."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from ptq.base import Params, Stage, State, Transform, chain
+from ptq.errors import BadInput
+from ptq.models.call import stand_ins
+from ptq.models.model import Model
+from ptq.models.probe import Segment
+from ptq.models.skeleton import from_module, rebuilt
+from ptq.numerics.leaves import compressed
+from ptq.pipeline.batches import micro_batches
+from ptq.pipeline.blocks import BlockRunner
+from ptq.pipeline.plan import Member, Plan, describe, make_plan
+from ptq.pipeline.report import Size, size, totals, versions
+from ptq.pipeline.spine import Batch, Spine, Stop
+from ptq.pipeline.weights import Weights
+
+
+class Block(NamedTuple):
+    """A finished block: what no later step will change."""
+
+    name: str
+    state: State
+    report: dict[str, Any]
+
+
+class Run:
+    """A single-pass iterator over finished blocks, in the order in which the model reads them.
+
+    Also a context manager: closing it ends its threads. `run.model` runs to the end and is the finished model; a
+    `run` that is handed to `ptq.save` is written block by block instead, and nothing is kept.
+    """
+
+    def __init__(self, plan: Plan, batches: Sequence[Batch], recipe: Any, seed: int, how: _How) -> None:
+        self.plan = plan
+        self.start: Model = plan.model
+        """the model that the run began from, ties settled"""
+        self._began = time.perf_counter()
+        self._reports: list[dict[str, Any]] = []
+        self._kept: Params | None = {}
+        self._size = Size()
+        self._head = {"recipe": recipe, "seed": seed, "versions": versions()}
+        self._blocks = _stages(plan, batches, seed, how)
+        self._seconds = 0.0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.plan.segments)
+
+    def __next__(self) -> Block:
+        block = next(self._blocks)
+        self._seconds = time.perf_counter() - self._began
+        self._reports.append(block.report)
+        self._size = self._size.plus(size(block.state.params, {w["name"] for w in block.report["weights"]}))
+        if self._kept is not None:
+            self._kept.update(block.state.params)
+        return block
+
+    def stream(self) -> Iterator[Block]:
+        """The blocks that are left, of which nothing is kept."""
+        self._kept = None
+        yield from self
+
+    @property
+    def model(self) -> Model:
+        """The finished model."""
+        for _ in self:
+            pass
+        if self._kept is None:
+            raise BadInput("this run was streamed to a file and kept nothing; load the file instead")
+        state = self.start.state._replace(params={n: self._kept[n] for n in self.start.params})
+        return replace(self.start, state=state)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What was done so far: per block, per weight, and in total."""
+        return {**self._head, "blocks": list(self._reports), "totals": totals(self._size, self._seconds)}
+
+    def close(self) -> None:
+        self._blocks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _How(NamedTuple):
+    """Where and in what a run computes."""
+
+    device: torch.device
+    dtype: torch.dtype | None
+
+
+def compress(
+    model: Model | nn.Module,
+    batches: Iterable[Any] | None,
+    *stages: Transform | Stage,
+    seed: int = 0,
+    device: str | torch.device = "auto",
+    compute_dtype: str | torch.dtype = "auto",
+    batch_size: int | None = None,
+) -> Run:
+    """Compresses a model block by block.
+
+    Transforms in one stage share a calibration: its reparams come first, then its solves, each in written order.
+    Separate stages calibrate anew on the result of the one before. All refusals that can be known come at once.
+
+    Args:
+        model: a `Model`, or a live module, which stays as it is.
+        batches: token ids `[tokens]` or `[samples, tokens]`, or mappings of model inputs; None where no stage
+            measures anything.
+        stages: what to do; `ptq.chain` and single transforms alike.
+        seed: for transforms that draw random numbers.
+        device: where forwards and solves run; "auto": the first CUDA device, else the CPU.
+        compute_dtype: of the forward; "auto": bfloat16 where the processor is fast at it, else float32. Statistics
+            and solves are float32 in any case.
+        batch_size: samples in a micro-batch; default: about 4,096 tokens.
+
+    Returns:
+        A `Run`, an iterator of finished blocks.
+
+    Raises:
+        BadInput: a target matches nothing, a weight has the wrong shape, data is missing, ...
+
+    >>> from ptq.transforms.rtn import rtn
+    >>> from ptq.numerics.schemes import scheme
+    >>> net = nn.Sequential(nn.Linear(8, 8, bias=False))
+    >>> run = compress(net, [torch.ones(2, 8)], rtn(scheme("W8A16", group_size=-1)), compute_dtype="float32")
+    >>> run.model.params["0.weight"].codes.dtype
+    torch.int8
+    """
+    source = model if isinstance(model, Model) else from_module(model)
+    made = micro_batches(source, batches, batch_size) if batches is not None else []
+    staged = tuple(chain(stage) for stage in stages)
+    plan = make_plan(source, staged, _example(source, made))
+    if not made and any(_needs_data(m) for stage in plan.stages for m in stage):
+        raise BadInput("this recipe measures activations: give batches (on the command line: --data)")
+    place = _device(device)
+    return Run(plan, made, describe(staged), seed, _How(place, _dtype(compute_dtype, source, place)))
+
+
+def _example(model: Model, made: Sequence[Batch]) -> Batch:
+    """A few tokens for the probe: of the first micro-batch, or the inputs that the class names for itself."""
+    if made:
+        return made[0]
+    inputs = getattr(model.module, "dummy_inputs", None)
+    if inputs is None:
+        raise BadInput("the model does not say what it takes; give one batch, so that its weights can be found")
+    return micro_batches(model, [inputs])[0]
+
+
+def _needs_data(member: Member) -> bool:
+    return member.transform.kind == "reparam" or any(member.kinds.values())
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise BadInput(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def _dtype(choice: str | torch.dtype, model: Model, device: torch.device) -> torch.dtype | None:
+    if isinstance(choice, torch.dtype):
+        return choice
+    if choice != "auto":
+        named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if choice not in named:
+            raise BadInput(f"compute dtype {choice!r}: expected auto or one of {', '.join(named)}")
+        return named[choice]
+    if model.config is None:
+        return None  # a plain module may mix dtypes on purpose
+    return torch.bfloat16 if _fast_bf16(device) else torch.float32
+
+
+def _fast_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]  # torch has no public word for it
+
+
+def _stages(plan: Plan, batches: Sequence[Batch], seed: int, how: _How) -> Iterator[Block]:
+    """All stages; only the last one's blocks are finished and come out."""
+    weights = Weights(plan.model.params, plan.trace.transposed, how.dtype, how.device)
+    stages = plan.stages or ((),)
+    for members in stages[:-1]:
+        for _ in _scan(plan, members, batches, weights, seed):
+            pass
+    yield from _scan(plan, stages[-1], batches, weights, seed)
+
+
+def _scan(
+    plan: Plan, members: Sequence[Member], batches: Sequence[Batch], weights: Weights, seed: int
+) -> Iterator[Block]:
+    """One stage over the model: a clock around each segment, whichever way it is worked on."""
+    runner = BlockRunner(plan, members, batches, weights, seed)
+    steps = _spined(plan, batches, weights, runner) if any(map(_needs_data, members)) else _dataless(plan, runner)
+    began = time.perf_counter()
+    for segment in steps:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        report = {"name": segment.name, "seconds": time.perf_counter() - began, "peak_bytes": peak}
+        leaves = {n: weights.params[n] for n in segment.params}
+        yield Block(segment.name, State(leaves), {**report, "weights": runner.rows(segment)})
+        began = time.perf_counter()
+
+
+def _dataless(plan: Plan, runner: BlockRunner) -> Iterator[Segment]:
+    """Nothing is measured, so no forward runs."""
+    for segment in plan.segments:
+        runner.solve_segment(segment, {})
+        yield segment
+
+
+def _spined(plan: Plan, batches: Sequence[Batch], weights: Weights, runner: BlockRunner) -> Iterator[Segment]:
+    """Segments in the plan's order, each when no micro-batch will meet it unfinished."""
+    order = {n: i for i, (n, _) in enumerate(plan.model.module.named_parameters(remove_duplicate=False))}
+    at = {s.module: s for s in plan.segments if s.module is not None}
+    entries = {path: Stop(min(order[n] for n in s.params), 0, path) for path, s in at.items()}
+    sites = {w: Stop(order[s], 1, s) for s in runner.sites for w in plan.trace.sites.get(s, ())}
+    module = rebuilt(plan.model.module, weights.dtype) if weights.dtype else plan.model.module
+    handles = stand_ins(plan.model.params, weights.dtype, weights.device)
+    lossy = frozenset(n for n, leaf in plan.model.params.items() if compressed(leaf))
+    left = list(plan.segments)
+    runner.module = module
+    runner.solve_tables()
+    with Spine(module, handles, plan.model.aliases, batches, weights, sites, entries, lossy) as spine:
+        for stop in spine:
+            here = at[stop.name] if stop.rank == 0 else runner.home[stop.name]
+            while left and left[0] is not here and here in left:
+                yield runner.finished(left.pop(0))
+            arrived = spine.waiting[stop]
+            if stop.rank == 1:
+                runner.solve_site(stop.name, arrived)
+            elif runner.enter(here, arrived):
+                spine.skip(sites[w] for w in here.params if w in sites)
+            if not runner.todo:
+                break
+    for segment in left:
+        yield runner.finished(segment)

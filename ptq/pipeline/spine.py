@@ -1,0 +1,178 @@
+"""All micro-batches through the model's own forward, in step.
+
+Each micro-batch runs the whole stock forward, on a skeleton of its own, in a thread of its own, and parks at stops: at
+the entry of a block and at weights that are not final yet. A baton of semaphores keeps exactly one thread running.
+When all live threads have parked, the smallest stop in parameter order is complete: its inputs are all there, its
+weights can be solved, and the threads that waited for it go on with the final values. So every linear runs once per
+token and every later one sees compressed inputs, whatever the model does between its blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from ptq.models.call import functional, named
+from ptq.models.interpret import Interpreter, Use
+
+_STACK = 1 << 24  # model code recurses little, but its kernels may want more than the smallest stacks
+
+
+class Batch(NamedTuple):
+    """A micro-batch: what the model is called with, all samples of one length."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Stop(NamedTuple):
+    """Where threads wait. Ordered by the position of a parameter in the model, a block's entry before its weights."""
+
+    order: int
+    rank: int
+    """0 at the entry of a block, 1 at a site"""
+    name: str
+    """the site, or the path of the block's module"""
+
+
+class Abort(BaseException):
+    """Ends a parked thread; a `BaseException`, so that model code cannot swallow it."""
+
+
+class Spine:
+    """The threads, and what they wait for. A context manager: leaving it ends every thread.
+
+    Args:
+        module: the skeleton; each thread gets a copy.
+        handles: stand-ins for the parameters.
+        aliases: the other names of tied parameters.
+        batches: the micro-batches.
+        read: serves parameter values; called in whichever thread runs.
+        sites: weight -> stop at which it is solved; weights without one are served at once.
+        entries: path of a block's module -> stop at its entry.
+        lossy: names that an unknown operation may not read.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        handles: Mapping[str, Tensor],
+        aliases: Mapping[str, str],
+        batches: Sequence[Batch],
+        read: Callable[[Use], Tensor],
+        sites: Mapping[str, Stop],
+        entries: Mapping[str, Stop],
+        lossy: frozenset[str] = frozenset(),
+    ) -> None:
+        self.waiting: dict[Stop, dict[int, Any]] = {}
+        """stop -> micro-batch -> what it brought: an input `[..., in]`, or (args, kwargs) at an entry"""
+        self.rows: dict[str, int] = {}
+        """weight -> rows that met it, over all micro-batches"""
+        self._module, self._batches, self._read = module, batches, read
+        self._handles, self._names = handles, named(handles, aliases)
+        self._sites, self._entries, self._lossy = sites, entries, lossy
+        self._passed: set[Stop] = set()
+        self._go = [threading.Semaphore(0) for _ in batches]
+        self._back = threading.Semaphore(0)
+        self._ready = list(range(len(batches)))
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._threads = self._started()
+
+    def _started(self) -> list[threading.Thread]:
+        before = threading.stack_size(_STACK)
+        try:
+            threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(len(self._batches))]
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(before)
+        return threads
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Stop]:
+        """The stops in the order in which they complete. Those who wait go on when the next one is asked for."""
+        while True:
+            for i in self._ready:
+                self._run(i)
+            if not self.waiting:
+                return
+            stop = min(self.waiting)
+            yield stop
+            self._passed.add(stop)
+            self._ready = list(self.waiting.pop(stop))
+
+    def skip(self, stops: Iterable[Stop]) -> None:
+        """Lets every thread walk through some stops: what they wait for has been done."""
+        self._passed.update(stops)
+
+    def close(self) -> None:
+        """Ends every thread, wherever it is."""
+        self._stopping = True
+        self.waiting.clear()
+        for i, thread in enumerate(self._threads):
+            if thread.is_alive():
+                self._go[i].release()
+                self._back.acquire()
+            thread.join()
+
+    def _run(self, i: int) -> None:
+        """Gives micro-batch `i` the baton until it parks or ends."""
+        self._go[i].release()
+        self._back.acquire()
+        if self._error is not None:
+            self._error.add_note(f"in micro-batch {i}")
+            raise self._error
+
+    def _park(self, i: int, stop: Stop, brought: Any) -> None:
+        if stop in self._passed:
+            return
+        self.waiting.setdefault(stop, {})[i] = brought
+        self._back.release()
+        self._go[i].acquire()
+        if self._stopping:
+            raise Abort
+
+    def _work(self, i: int) -> None:
+        self._go[i].acquire()
+        try:
+            if not self._stopping:
+                self._forward(i)
+        except Abort:
+            pass
+        except BaseException as error:  # noqa: BLE001  # it is raised again in the thread that asked for the run
+            self._error = error
+        finally:
+            self._back.release()
+
+    def _forward(self, i: int) -> None:
+        """One micro-batch's forward. A thread inherits no grad mode and no function mode, so both are entered here."""
+        module = copy.deepcopy(self._module)
+        for path, stop in self._entries.items():
+            module.get_submodule(path).register_forward_pre_hook(
+                lambda _, args, kwargs, stop=stop: self._park(i, stop, (args, kwargs)), with_kwargs=True
+            )
+
+        def read(use: Use) -> Tensor:
+            if use.x is not None:
+                self.rows[use.name] = self.rows.get(use.name, 0) + use.x.numel() // use.x.shape[-1]
+                if use.name in self._sites:
+                    self._park(i, self._sites[use.name], use.x)
+            return self._read(use)
+
+        batch = self._batches[i]
+        with torch.no_grad(), Interpreter(self._handles, read, self._lossy):
+            functional(module, self._names, batch.args, batch.kwargs)
