@@ -45,13 +45,10 @@ def node(cls: type[T]) -> type[T]:
         x.__dict__.update(zip(aux[0], values, strict=True))
         return x
 
-    optree.register_pytree_node(
-        made,  # type: ignore[arg-type]  # optree wants its own protocol, which it then does not use
-        lambda x: (*flatten(x), present(x)),
-        unflatten,
-        path_entry_type=optree.GetAttrEntry,
-        namespace=NAMESPACE,
-    )
+    untyped: Any = made  # optree wants a Collection, which it then does not use
+    with_names: Any = lambda x: (*flatten(x), present(x))  # noqa: E731  # typed, as optree's protocol cannot be met
+    back: Any = unflatten
+    optree.register_pytree_node(untyped, with_names, back, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
     torch_pytree.register_pytree_node(made, flatten, lambda values, aux: unflatten(aux, values))
     return made
 

@@ -60,6 +60,8 @@ class Clause(NamedTuple):
 
 
 class Init(Protocol):
+    """The declaring half of a transform."""
+
     def __call__(self, state: State, sites: Sites, **extra: Any) -> Stats:
         """Zeros of every statistic that `apply` must see: a declaration. Empty: no data is needed.
 
@@ -69,6 +71,8 @@ class Init(Protocol):
 
 
 class Apply(Protocol):
+    """The working half of a transform."""
+
     def __call__(self, state: State, stats: Stats, sites: Sites, **extra: Any) -> tuple[State, Stats]:
         """A new state, and the statistics as what follows in a chain sees them. Changes no input."""
         ...

@@ -46,8 +46,10 @@ def label(name: str, classes: Mapping[str, str] = {}, default: bool = True, othe
 def reaches(pattern: str, labels: Labels) -> bool:
     """Whether a pattern reaches a weight.
 
-    >>> reaches("layers.0", label("layers.0.mlp.up.weight")), reaches("layers", label("layers.0.up.weight", default=False))
-    (True, False)
+    >>> reaches("layers.0", label("layers.0.mlp.up.weight"))
+    True
+    >>> reaches("layers", label("layers.0.up.weight", default=False))
+    False
     """
     if not pattern.startswith("re:"):
         if not labels.default:

@@ -26,7 +26,8 @@ def call(model: Model, state: State, *args: Any, **kwargs: Any) -> Any:
     Args:
         model: the function: its skeleton and its table of tied parameters.
         state: the parameters; `model.state` or another of the same names.
-        args, kwargs: what the stock model takes.
+        *args: what the stock model takes.
+        **kwargs: what the stock model takes.
 
     Returns:
         What the stock model returns.
@@ -46,9 +47,16 @@ def call(model: Model, state: State, *args: Any, **kwargs: Any) -> Any:
     return interpreted(model, state.params, Decoder(state.params), args, kwargs)
 
 
-def interpreted(model: Model, params: Params, read: Reader, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One forward in which `read` serves every parameter."""
-    handles = stand_ins(params)
+def interpreted(
+    model: Model,
+    params: Params,
+    read: Reader,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """One forward in which `read` serves every parameter, in `dtype` where one is given."""
+    handles = stand_ins(params, dtype)
     lossy = frozenset(name for name, leaf in params.items() if compressed(leaf))
     module = copy.deepcopy(model.module)
     with Interpreter(handles, read, lossy):
@@ -56,8 +64,10 @@ def interpreted(model: Model, params: Params, read: Reader, args: Sequence[Any],
 
 
 def functional(module: nn.Module, params: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`functional_call` that leaves nothing behind: some rotary embeddings write into buffers, and torch writes back
-    into the dict it is given, so both are fresh."""
+    """`functional_call` that leaves nothing behind.
+
+    Some rotary embeddings write into buffers, and torch writes back into the dict it is given, so both are fresh.
+    """
     buffers = {name: b.clone() for name, b in module.named_buffers(remove_duplicate=False)}
     return functional_call(module, {**params, **buffers}, tuple(args), dict(kwargs), tie_weights=False, strict=True)
 
@@ -67,7 +77,9 @@ def named(params: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, An
     return {**params, **{alias: params[name] for alias, name in aliases.items()}}
 
 
-def stand_ins(params: Params, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def stand_ins(
+    params: Params, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """A handle for every parameter, of its own dtype or of the one that is computed in."""
     return {
         name: handle(leaf.shape, dtype if dtype and leaf.dtype.is_floating_point else leaf.dtype, device)
@@ -94,10 +106,12 @@ def observe(
     """Runs the model and measures what flows into some weights.
 
     Args:
-        model, state: as for `call`.
+        model: as for `call`.
+        state: as for `call`.
         kinds: weight -> kinds of statistic ("gram", "absmax", ...) of its input. Name one weight of a site; the
             others read the same tensor.
-        args, kwargs: one batch.
+        *args: one batch.
+        **kwargs: one batch.
 
     Returns:
         The model's output, and site -> kind -> statistic. Merge those of several batches with `merge_stats`.

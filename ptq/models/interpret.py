@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ptq.errors import Refused
 
-T = torch.Tensor
+T: Any = torch.Tensor
 VIEWS: set[Any] = {
     T.transpose, T.t, T.swapaxes, T.permute, T.view, T.reshape, T.unsqueeze, T.squeeze, T.flatten, T.unflatten,
     T.expand, T.narrow, T.select, T.__getitem__, T.to, T.float, T.bfloat16, T.half, T.type, T.type_as, T.contiguous,
@@ -52,6 +52,8 @@ class Use(NamedTuple):
 
 
 class Reader(Protocol):
+    """Serves weights; it may also observe what flows into them, or wait."""
+
     def __call__(self, use: Use) -> Tensor:
         """The value of `use.name` for this use, in the parameter's shape."""
         ...
@@ -74,6 +76,7 @@ class _Operand(NamedTuple):
     transposed: bool = False
 
 
+_grouped_mm: Any = getattr(torch, "_grouped_mm")  # noqa: B009  # what F.grouped_mm arrives as; it has no public name
 _PRODUCT = (_Operand("linear", 1, 0, transposed=True), _Operand("linear", 0, 1))
 _ADDED = (_Operand("linear", 2, 1, transposed=True), _Operand("linear", 1, 2))
 _SITES: dict[Any, tuple[_Operand, ...]] = {
@@ -83,8 +86,8 @@ _SITES: dict[Any, tuple[_Operand, ...]] = {
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, T.matmul, T.__matmul__, T.mm, T.bmm), _PRODUCT),
     T.__rmatmul__: (_Operand("linear", 0, 1, transposed=True), _Operand("linear", 1, 0)),
     **dict.fromkeys((torch.addmm, torch.baddbmm, T.addmm, T.baddbmm), _ADDED),
-    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d), (_Operand("conv", 1, 0),)),
-    torch._grouped_mm: (_Operand("experts", 1, 0),),
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), (_Operand("conv", 1, 0),)),
+    _grouped_mm: (_Operand("experts", 1, 0),),
 }
 _NAMES = ("input", "weight", "bias")
 
@@ -126,16 +129,15 @@ class Interpreter(TorchFunctionMode):
         for h in (self.known[id(a)] for a in _flat((args, kwargs)) if id(a) in self.known):
             if h.name in self.compressed:
                 raise Refused(
-                    f"{h.name}: {_called(func)} reads this compressed weight in a way that is not understood; leave the "
-                    "weight out with `ignore`, or let the model call it through F.linear or matmul"
+                    f"{h.name}: {_called(func)} reads this compressed weight in a way that is not understood; leave "
+                    "the weight out with `ignore`, or let the model call it through F.linear or matmul"
                 )
         return func(*self._values(args), **self._values(kwargs))
 
     def _derived(self, h: _Handle, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Records a rearrangement or cast. A contiguous twin on meta tells the new shape, and whether it transposes."""
         twin = torch.empty(h.keep.shape, dtype=h.keep.dtype, device="meta")
-        with torch._C.DisableTorchFunction():
-            moved = func(twin, *rest, **{k: v for k, v in kwargs.items() if k != "device"})
+        moved = twin.to(_dtype(rest, kwargs, twin.dtype)) if func is T.to else func(twin, *rest, **kwargs)
         swaps = moved.ndim >= 2 and moved.dtype == twin.dtype and moved.stride(-1) > moved.stride(-2)
         made = handle(moved.shape, moved.dtype, h.keep.device)
         replay = h.replay
@@ -161,6 +163,14 @@ class Interpreter(TorchFunctionMode):
             return type(tree)(self._values(v) for v in tree) if type(tree) in (list, tuple) else tree
         h = self.known.get(id(tree))
         return tree if h is None else h.replay(self.read(Use(h.name, "other")))
+
+
+def _dtype(rest: tuple[Any, ...], kwargs: dict[str, Any], own: torch.dtype) -> torch.dtype:
+    """The dtype that `Tensor.to` is asked for; where it moves to is the value's business."""
+    for wanted in (*rest, *kwargs.values()):
+        if isinstance(wanted, (torch.dtype, Tensor)):
+            return wanted if isinstance(wanted, torch.dtype) else wanted.dtype
+    return own
 
 
 def _positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -45,7 +45,8 @@ def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
 
     Args:
         model: its leaves' shapes are all that is used of the parameters.
-        args, kwargs: a batch of a few tokens; what it does not reach is not in the trace's sites.
+        *args: a batch of a few tokens; what it does not reach is not in the trace's sites.
+        **kwargs: likewise.
 
     >>> from ptq.models.skeleton import from_module
     >>> model = from_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
@@ -141,7 +142,7 @@ def _links(watch: _Watch, model: Model) -> Iterator[Link]:
 
 
 def _offset(norm: nn.Module) -> float | None:
-    """c in `(weight + c) * normalized(x)`, found by running the norm; None where it is no such function.
+    """The c of `(weight + c) * normalized(x)`, found by running the norm; None where it is no such function.
 
     With out(w) = (w + c) a, out(0) = c a and out(1) - out(0) = a, whatever the norm's class and epsilon.
     """

@@ -52,7 +52,8 @@ class Statistic:
 
     def merge(self, other: Self) -> Self:
         """The statistic of both sets of rows."""
-        merged = {f.name: f.metadata["reduce"].merge(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # every subclass is a node
+        declared = {f.name: f.metadata["reduce"] for f in fields(self)}  # type: ignore[arg-type]  # subclasses are nodes
+        merged = {name: how.merge(getattr(self, name), getattr(other, name)) for name, how in declared.items()}
         return replace(self, **merged)  # type: ignore[type-var]
 
     def update(self, x: Rows) -> Self:

@@ -9,8 +9,8 @@ from typing import Any
 
 import optree
 import torch
-import torch.utils._pytree
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ptq.base import Params, State, Stats, oriented
 from ptq.errors import BadInput
@@ -208,9 +208,7 @@ def _serve(params: Params) -> Reader:
 
 def _float32(tree: Any) -> Any:
     """A parked block's arguments in float32; masks and ids stay."""
-    return torch.utils._pytree.tree_map(
-        lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, tree
-    )
+    return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, tree)
 
 
 def _change(old: Any, new: Any, args: Sequence[Any]) -> float:
@@ -224,7 +222,7 @@ def _change(old: Any, new: Any, args: Sequence[Any]) -> float:
 
 
 def _floats(tree: Any) -> Iterator[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(tree)
+    leaves = pytree.tree_leaves(tree)
     return (t for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -21,6 +21,7 @@ from ptq.models.skeleton import from_module, rebuilt
 from ptq.numerics.leaves import compressed
 from ptq.pipeline.batches import micro_batches
 from ptq.pipeline.blocks import BlockRunner
+from ptq.pipeline.place import Place, resolve
 from ptq.pipeline.plan import Member, Plan, describe, make_plan
 from ptq.pipeline.report import Size, size, totals, versions
 from ptq.pipeline.spine import Batch, Spine, Stop
@@ -42,7 +43,7 @@ class Run:
     `run` that is handed to `ptq.save` is written block by block instead, and nothing is kept.
     """
 
-    def __init__(self, plan: Plan, batches: Sequence[Batch], recipe: Any, seed: int, how: _How) -> None:
+    def __init__(self, plan: Plan, batches: Sequence[Batch], recipe: Any, seed: int, how: Place) -> None:
         self.plan = plan
         self.start: Model = plan.model
         """the model that the run began from, ties settled"""
@@ -101,13 +102,6 @@ class Run:
         self.close()
 
 
-class _How(NamedTuple):
-    """Where and in what a run computes."""
-
-    device: torch.device
-    dtype: torch.dtype | None
-
-
 def compress(
     model: Model | nn.Module,
     batches: Iterable[Any] | None,
@@ -152,8 +146,7 @@ def compress(
     plan = make_plan(source, staged, _example(source, made))
     if not made and any(_needs_data(m) for stage in plan.stages for m in stage):
         raise BadInput("this recipe measures activations: give batches (on the command line: --data)")
-    place = _device(device)
-    return Run(plan, made, describe(staged), seed, _How(place, _dtype(compute_dtype, source, place)))
+    return Run(plan, made, describe(staged), seed, resolve(device, compute_dtype, source))
 
 
 def _example(model: Model, made: Sequence[Batch]) -> Batch:
@@ -170,35 +163,7 @@ def _needs_data(member: Member) -> bool:
     return member.transform.kind == "reparam" or any(member.kinds.values())
 
 
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise BadInput(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
-
-
-def _dtype(choice: str | torch.dtype, model: Model, device: torch.device) -> torch.dtype | None:
-    if isinstance(choice, torch.dtype):
-        return choice
-    if choice != "auto":
-        named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        if choice not in named:
-            raise BadInput(f"compute dtype {choice!r}: expected auto or one of {', '.join(named)}")
-        return named[choice]
-    if model.config is None:
-        return None  # a plain module may mix dtypes on purpose
-    return torch.bfloat16 if _fast_bf16(device) else torch.float32
-
-
-def _fast_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]  # torch has no public word for it
-
-
-def _stages(plan: Plan, batches: Sequence[Batch], seed: int, how: _How) -> Iterator[Block]:
+def _stages(plan: Plan, batches: Sequence[Batch], seed: int, how: Place) -> Generator[Block]:
     """All stages; only the last one's blocks are finished and come out."""
     weights = Weights(plan.model.params, plan.trace.transposed, how.dtype, how.device)
     stages = plan.stages or ((),)

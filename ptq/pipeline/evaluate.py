@@ -1,0 +1,93 @@
+"""How well a model predicts a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ptq.errors import BadInput
+from ptq.models.call import interpreted
+from ptq.models.model import Model
+from ptq.models.skeleton import rebuilt
+from ptq.numerics.leaves import dense
+from ptq.pipeline.batches import micro_batches
+from ptq.pipeline.place import Place, resolve
+from ptq.pipeline.spine import Batch
+from ptq.pipeline.weights import Weights
+
+_CHUNK = 1 << 24  # logits in float32 at a time: 64 MiB
+
+
+def perplexity(
+    model: Model,
+    batches: Iterable[Any],
+    *,
+    device: str | torch.device = "auto",
+    compute_dtype: str | torch.dtype = "float32",
+    batch_size: int | None = None,
+) -> float:
+    """The perplexity of a language model: `exp(mean(-log p(token | tokens before it in its window)))`.
+
+    A window of L tokens has L - 1 such positions; all count alike. Weights are decoded one at a time, so a model that
+    does not fit into memory can be evaluated.
+
+    Args:
+        model: one whose output has `logits`.
+        batches: token ids `[tokens]` or `[samples, tokens]`, or mappings of model inputs with `input_ids`; masked
+            positions do not count.
+        device: where it runs; "auto": the first CUDA device, else the CPU.
+        compute_dtype: of the forward, as in `compress`; the loss is computed in float32 in any case.
+        batch_size: samples in a forward; default: about 4,096 tokens.
+
+    Raises:
+        BadInput: there is nothing to predict, the model has no logits, or they are NaN or infinite.
+    """
+    place = resolve(device, compute_dtype, model)
+    computing = replace(model, module=rebuilt(model.module, place.dtype)) if place.dtype else model
+    loss, count = 0.0, 0
+    for batch in micro_batches(model, batches, batch_size):
+        labels = _labels(batch)
+        logits = _logits(computing, batch, place)[:, :-1]
+        loss += _loss(logits, labels.to(logits.device))
+        count += int((labels >= 0).sum())
+    if not count:
+        raise BadInput("perplexity: no position to predict; give windows of at least 2 tokens")
+    if not math.isfinite(loss):
+        raise BadInput(f"{type(model.module).__name__}: its logits are NaN or infinite; look at its weights")
+    return math.exp(loss / count)
+
+
+def _logits(model: Model, batch: Batch, place: Place) -> Tensor:
+    cast = Weights(model.params, frozenset(), place.dtype, place.device).cast
+    with torch.no_grad():
+        out = interpreted(
+            model, model.params, lambda use: cast(dense(model.params[use.name])), batch.args, batch.kwargs, place.dtype
+        )
+    logits = getattr(out, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise BadInput(f"{type(model.module).__name__}: its output has no logits; perplexity needs a language model")
+    return logits
+
+
+def _labels(batch: Batch) -> Tensor:
+    """What each position but the last should predict, `[samples, tokens - 1]`; -100 where it does not count."""
+    if "input_ids" not in batch.kwargs:
+        raise BadInput(f"perplexity: got a batch of {sorted(batch.kwargs)}, expected input_ids")
+    ids, mask = batch.kwargs["input_ids"], batch.kwargs.get("attention_mask")
+    counts = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    return ids[:, 1:].masked_fill(~(counts[:, 1:] & counts[:, :-1]), -100)
+
+
+def _loss(logits: Tensor, labels: Tensor) -> float:
+    """The summed cross entropy, without a float32 copy of all logits `[samples, tokens, vocabulary]`."""
+    step = max(1, _CHUNK // logits.shape[-1])
+    pairs = (
+        (a[i : i + step], b[i : i + step]) for a, b in zip(logits, labels, strict=True) for i in range(0, len(a), step)
+    )
+    return math.fsum(F.cross_entropy(a.float(), b, reduction="sum").item() for a, b in pairs)

@@ -1,0 +1,59 @@
+"""Where and in what a model is computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ptq.errors import BadInput
+from ptq.models.model import Model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Place(NamedTuple):
+    """Where and in what a run computes."""
+
+    device: torch.device
+    dtype: torch.dtype | None
+    """of forwards; None: each parameter's own"""
+
+
+def resolve(device: str | torch.device, compute_dtype: str | torch.dtype, model: Model) -> Place:
+    """What is meant by "auto": the first CUDA device, else the CPU; bfloat16 where that is fast, else float32.
+
+    A plain module may mix dtypes on purpose, so "auto" leaves them alone.
+
+    Raises:
+        BadInput: the device cannot be used, or the dtype is none to compute in.
+    """
+    place = _device(device)
+    return Place(place, _dtype(compute_dtype, model, place))
+
+
+def _device(choice: str | torch.device) -> torch.device:
+    if choice == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=choice).device
+    except (RuntimeError, AssertionError) as error:
+        raise BadInput(f"device {choice!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def _dtype(choice: str | torch.dtype, model: Model, device: torch.device) -> torch.dtype | None:
+    if isinstance(choice, torch.dtype):
+        return choice
+    if choice != "auto" and choice not in DTYPES:
+        raise BadInput(f"compute dtype {choice!r}: expected auto or one of {', '.join(DTYPES)}")
+    if choice != "auto":
+        return DTYPES[choice]
+    if model.config is None:
+        return None
+    return torch.bfloat16 if _fast_bf16(device) else torch.float32
+
+
+def _fast_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # torch has no public word for it
