@@ -1,7 +1,7 @@
 """Names and shapes in files against those in memory, by transformers' own conversion, one parameter at a time.
 
-Most parameters are only renamed, or not even that. Some are stored as several tensors (one per expert) that transformers
-stacks when it loads a model and splits when it saves one. A module that is not transformers' has the same names in both.
+Most parameters are only renamed, or not even that. Some are stored as several tensors, one per expert, that
+transformers stacks when it loads a model and splits when it saves one. Any other module has the same names in both.
 
 Reference: `transformers.core_model_loading`, whose loader and saver this follows without reading any weight.
 """
@@ -68,6 +68,14 @@ def read(skeleton: nn.Module, stored: Mapping[str, Leaf]) -> Reading:
     return Reading(leaves, found, unused, [conversion for conversion in mapping if conversion.was_used()])
 
 
+def assigned(skeleton: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Names of plain tensors in a file -> names in memory; what is converted or has no place is left out."""
+    if not isinstance(skeleton, PreTrainedModel):
+        return {name: name for name in names}
+    sources, converters, _ = _assigned(skeleton, get_model_conversion_mapping(skeleton), names)
+    return {keys[0][0]: target for target, keys in sources.items() if target not in converters}
+
+
 def written(skeleton: nn.Module, params: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """The same leaves under the names and in the shapes that a checkpoint has for them.
 
@@ -100,7 +108,9 @@ def names_in_files(skeleton: nn.Module, shapes: Mapping[str, torch.Size]) -> dic
 
 def joint(skeleton: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
     """Groups of parameters that are written together, since a checkpoint keeps them in one tensor; mostly single."""
-    converters = [c.reverse_transform() for c in _conversions(skeleton)[::-1] if isinstance(c, WeightConverter)]
+    converters: list[Any] = [
+        c.reverse_transform() for c in _conversions(skeleton)[::-1] if isinstance(c, WeightConverter)
+    ]
     groups: dict[str, list[str]] = {}
     for name in names:
         key, pattern = apply_converters(name, converters)
@@ -147,7 +157,7 @@ def _(leaf: Converted) -> int:
 
 
 def _assigned(
-    skeleton: PreTrainedModel, mapping: Sequence[Any], stored: Mapping[str, Leaf]
+    skeleton: PreTrainedModel, mapping: Sequence[Any], stored: Iterable[str]
 ) -> tuple[dict[str, list[tuple[str, str]]], dict[str, Any], tuple[str, ...]]:
     """Target -> [(name in the file, pattern)], target -> converter, names without a target."""
     renamings = [t for t in mapping if isinstance(t, WeightRenaming)]

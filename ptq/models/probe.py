@@ -99,7 +99,7 @@ class _Watch:
         self.transposed: set[str] = set()
         self.events: list[tuple[str, str]] = []  # ("enter", block) and ("read", parameter)
         self.inputs: dict[int, tuple[Tensor, list[str]]] = {}  # id of an input -> it, kept alive, and its readers
-        self.outputs: dict[int, tuple[Tensor, str]] = {}  # id of a norm's output -> it, and the norm
+        self.outputs: dict[tuple[int, int], tuple[Tensor, str]] = {}  # a norm's output, kept alive, and the norm
         for path in blocks(module):
             module.get_submodule(path).register_forward_pre_hook(self._enter(path))
         for path, child in module.named_modules():
@@ -123,7 +123,14 @@ class _Watch:
         return lambda *_: self.events.append(("enter", path))
 
     def _leave(self, path: str) -> Any:
-        return lambda _module, _args, out: self.outputs.update({id(out): (out, path)})
+        return lambda _module, _args, out: self.outputs.update(
+            {_memory(out): (out, path)} if isinstance(out, Tensor) else {}
+        )
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """What a tensor and its reshaped views have in common (GPT-2 flattens before its weights)."""
+    return x.untyped_storage().data_ptr(), x.numel()
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -133,9 +140,9 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _links(watch: _Watch, model: Model) -> Iterator[Link]:
     """Norms and the weights that read what they wrote."""
-    for key, (_, weights) in watch.inputs.items():
-        if key in watch.outputs:
-            path = watch.outputs[key][1]
+    for x, weights in watch.inputs.values():
+        if _memory(x) in watch.outputs:
+            path = watch.outputs[_memory(x)][1]
             offset = _offset(model.module.get_submodule(path))
             if offset is not None:
                 yield Link(f"{path}.weight", tuple(weights), offset)

@@ -79,7 +79,7 @@ def rebuilt(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     if hasattr(module, "_from_config"):
         fresh = from_config(type(module), module.config, dtype)
         if _layout(fresh) == _layout(module):
-            fresh.__dict__.update({k: copy.deepcopy(v) for k, v in module.__dict__.items() if k == CONVERSIONS})
+            fresh.__dict__.update({k: copy.deepcopy(v) for k, v in module.__dict__.items() if k == _CONVERSIONS})
             for name, buffer in persistent_buffers(module).items():
                 _set_buffer(fresh, name, buffer.to(fresh.get_buffer(name).dtype, copy=True))
             return fresh
@@ -132,8 +132,12 @@ def checkpoint_dtype(leaves: Iterable[Any]) -> torch.dtype:
     return count.most_common(1)[0][0] if count else torch.float32
 
 
-CONVERSIONS = "_weight_conversions"
-"""where transformers keeps the conversions that a checkpoint was read with, which saving reverts"""
+def remember_conversions(skeleton: nn.Module, conversions: list[Any]) -> None:
+    """Notes the conversions that a checkpoint was read with where transformers looks for them, to revert them."""
+    setattr(skeleton, _CONVERSIONS, conversions)
+
+
+_CONVERSIONS = "_weight_conversions"
 
 
 def _copied(module: nn.Module) -> nn.Module:
@@ -160,13 +164,11 @@ def _checked(skeleton: nn.Module) -> nn.Module:
 
 def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
-    module.get_submodule(owner)._buffers[leaf] = value  # noqa: SLF001  # register_buffer would forget non-persistence
+    setattr(module.get_submodule(owner), leaf, value)
 
 
 def _layout(module: nn.Module) -> tuple[list[tuple[str, type, int]], list[tuple[str, torch.Size]]]:
     """Classes, hooks and shapes: what tells an edited module from the one its class builds."""
-    modules = [
-        (name, type(m), len(m._forward_hooks) + len(m._forward_pre_hooks))  # noqa: SLF001  # torch has no public count
-        for name, m in module.named_modules()
-    ]
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    modules = [(name, type(m), sum(len(vars(m)[h]) for h in hooks)) for name, m in module.named_modules()]
     return modules, [(name, p.shape) for name, p in module.named_parameters(remove_duplicate=False)]

@@ -1,14 +1,17 @@
-"""What a run reports: sizes, versions, totals."""
+"""What a run reports: sizes, versions, totals, names of formats."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Container
+from functools import singledispatch
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from ptq.base import Params
-from ptq.numerics.leaves import nbytes
+from ptq.numerics.grids import Int
+from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, nbytes
+from ptq.numerics.patterns import NM
 
 
 class Size(NamedTuple):
@@ -51,3 +54,33 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+@singledispatch
+def format_name(leaf: Leaf) -> str:
+    """How a leaf is stored, in words.
+
+    >>> import torch
+    >>> format_name(torch.ones(2, dtype=torch.bfloat16))
+    'bfloat16'
+    """
+    return str(leaf.dtype).removeprefix("torch.")
+
+
+@format_name.register
+def _(leaf: Quantized) -> str:
+    (*_, rows, columns), (*_, high, wide) = leaf.shape, leaf.scale.shape
+    per = f"group {-(-columns // wide)}" if wide > 1 else "channel" if high > 1 or rows == 1 else "tensor"
+    name = f"int{leaf.grid.bits}" if isinstance(leaf.grid, Int) else str(leaf.grid.dtype).removeprefix("torch.")
+    return f"{name} per {per}{'' if leaf.zero is None else ', zero points'}"
+
+
+@format_name.register
+def _(leaf: Sparse) -> str:
+    pattern = f"{leaf.pattern.keep} of {leaf.pattern.of}" if isinstance(leaf.pattern, NM) else "unstructured"
+    return f"{format_name(leaf.values)}, {pattern} sparse"
+
+
+@format_name.register
+def _(leaf: Transposed) -> str:
+    return format_name(leaf.leaf)

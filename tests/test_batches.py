@@ -1,0 +1,58 @@
+"""From what people have to micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import CONFIGS, stock
+from hypothesis import given, strategies as st
+from torch import nn
+
+from ptq.errors import BadInput
+from ptq.models.skeleton import from_module
+from ptq.pipeline.batches import micro_batches, row_mask, rows
+from ptq.pipeline.spine import Batch
+
+MODEL = from_module(stock(CONFIGS["llama"]()))
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), size=st.integers(1, 5))
+def test_every_sample_comes_once_and_nothing_is_padded(lengths: list[int], size: int) -> None:
+    samples = [torch.full((n,), i) for i, n in enumerate(lengths)]
+    made = micro_batches(MODEL, samples, size)
+    got = [row for batch in made for row in batch.kwargs["input_ids"]]
+    assert all(len(batch.kwargs["input_ids"]) <= size for batch in made)
+    assert sorted((int(row[0]), len(row)) for row in got) == list(enumerate(lengths))
+
+
+def test_a_table_of_tokens_is_cut_by_tokens() -> None:
+    made = micro_batches(MODEL, torch.zeros(40, 512, dtype=torch.long))
+    assert [len(b.kwargs["input_ids"]) for b in made] == [8] * 5
+
+
+def test_no_cache_is_kept() -> None:
+    (batch,) = micro_batches(MODEL, [torch.zeros(1, 4, dtype=torch.long)])
+    assert batch.kwargs["use_cache"] is False
+
+
+def test_mappings_and_plain_tensors_pass_through() -> None:
+    ids, mask = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)
+    (batch,) = micro_batches(MODEL, [{"input_ids": ids, "attention_mask": mask}])
+    assert batch.kwargs["attention_mask"] is mask
+    x = torch.randn(3, 2)
+    assert micro_batches(from_module(nn.Linear(2, 1)), [x]) == [Batch((x,), {})]
+
+
+@pytest.mark.parametrize("bad", [[], [["text"]]])
+def test_what_is_no_batch_is_refused(bad: list[object]) -> None:
+    with pytest.raises(BadInput, match="batch"):
+        micro_batches(MODEL, bad)
+
+
+def test_masked_tokens_count_nowhere() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    flat = row_mask(Batch((), {"attention_mask": mask}))
+    x = torch.arange(12.0).view(2, 3, 2)
+    assert torch.equal(rows(x, flat), x[mask.bool()])
+    assert row_mask(Batch((), {"attention_mask": torch.ones(2, 3)})) is None
+    assert len(rows(torch.ones(1, 7, 2), flat)) == 7  # a tower with tokens of its own has no mask
