@@ -96,6 +96,7 @@ class _Watch:
         self.params = params
         self.reads: Counter[str] = Counter()
         self.kinds: dict[str, str] = {}
+        self.zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         self.transposed: set[str] = set()
         self.events: list[tuple[str, str]] = []  # ("enter", block) and ("read", parameter)
         self.inputs: dict[int, tuple[Tensor, list[str]]] = {}  # id of an input -> it, kept alive, and its readers
@@ -117,7 +118,9 @@ class _Watch:
             if use.transposed:
                 self.transposed.add(name)
         leaf = self.params[name]
-        return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
+        # One tensor a shape, never written: the system backs it with its page of zeros. An expanded scalar would cost
+        # less address space, and a copy of the weight's size at every product.
+        return self.zeros.setdefault((leaf.shape, leaf.dtype), torch.zeros(leaf.shape, dtype=leaf.dtype))
 
     def _enter(self, path: str) -> Any:
         return lambda *_: self.events.append(("enter", path))

@@ -65,6 +65,15 @@ def _fixed(model: Model) -> dict[str, Any]:
     return {"use_cache": False} if takes else {}
 
 
+def few_tokens(batch: Batch) -> Batch:
+    """The start of a batch of token ids, for a probe; a batch that holds more than ids is taken whole."""
+    ids = batch.kwargs.get("input_ids")
+    others = [v for k, v in batch.kwargs.items() if k != "input_ids" and isinstance(v, Tensor)]
+    if not isinstance(ids, Tensor) or others:
+        return batch
+    return batch._replace(kwargs={**batch.kwargs, "input_ids": ids[:1, :8]})
+
+
 def row_mask(batch: Batch) -> Tensor | None:
     """The flattened attention mask, where one is given and it hides something: masked tokens count nowhere."""
     mask = batch.kwargs.get("attention_mask")

@@ -19,7 +19,7 @@ from ptq.models.model import Model
 from ptq.models.probe import probe
 from ptq.models.skeleton import from_module, rebuilt
 from ptq.numerics.stats import KINDS
-from ptq.pipeline.batches import micro_batches, row_mask, rows
+from ptq.pipeline.batches import few_tokens, micro_batches, row_mask, rows
 from ptq.pipeline.place import resolve
 from ptq.pipeline.plan import label_table
 from ptq.pipeline.weights import Weights
@@ -61,7 +61,8 @@ def calibrate(
     source = model if isinstance(model, Model) else from_module(model)
     made = micro_batches(source, batches, batch_size)
     place = resolve(device, compute_dtype, source)
-    trace = probe(source, *made[0].args, **made[0].kwargs)
+    example = few_tokens(made[0])
+    trace = probe(source, *example.args, **example.kwargs)
     table = label_table(source, trace)
     wanted = [site for site, weights in trace.sites.items() if any(table[w].default for w in weights if w in table)]
     weights = Weights(source.params, trace.transposed, place.dtype, place.device)

@@ -19,7 +19,7 @@ from ptq.models.model import Model
 from ptq.models.probe import Segment
 from ptq.models.skeleton import from_module, rebuilt
 from ptq.numerics.leaves import compressed
-from ptq.pipeline.batches import micro_batches
+from ptq.pipeline.batches import few_tokens, micro_batches
 from ptq.pipeline.blocks import BlockRunner
 from ptq.pipeline.place import Place, resolve
 from ptq.pipeline.plan import Member, Plan, describe, make_plan
@@ -152,11 +152,11 @@ def compress(
 def _example(model: Model, made: Sequence[Batch]) -> Batch:
     """A few tokens for the probe: of the first micro-batch, or the inputs that the class names for itself."""
     if made:
-        return made[0]
+        return few_tokens(made[0])
     inputs = getattr(model.module, "dummy_inputs", None)
     if inputs is None:
         raise BadInput("the model does not say what it takes; give one batch, so that its weights can be found")
-    return micro_batches(model, [inputs])[0]
+    return few_tokens(micro_batches(model, [inputs])[0])
 
 
 def _needs_data(member: Member) -> bool:

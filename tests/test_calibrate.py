@@ -1,0 +1,67 @@
+"""Statistics as a value: measured once, saved, merged, and used by what needs them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONFIGS, stock
+from torch import Tensor
+
+from ptq.base import Stats
+from ptq.errors import BadInput
+from ptq.models.call import merge_stats, observe
+from ptq.models.skeleton import from_module
+from ptq.numerics.stats import KINDS
+from ptq.pipeline.calibrate import calibrate, load_stats, save_stats
+
+
+def equal(a: Stats, b: Stats, rtol: float = 0.0) -> bool:
+    pairs = [(a[s][k], b[s][k]) for s in a for k in a[s]]
+    values = [(getattr(x, f.name), getattr(y, f.name)) for x, y in pairs for f in fields(x)]
+    same = [float((x - y).abs().max()) <= rtol * float(y.abs().max()) for x, y in values]
+    return a.keys() == b.keys() and all(a[s].keys() == b[s].keys() for s in a) and all(same)
+
+
+def test_calibrate_is_observe_on_every_default_site(family: str, batches: list[Tensor]) -> None:
+    model = from_module(stock(CONFIGS[family]()))
+    got = calibrate(model, batches, list(KINDS), compute_dtype="float32", batch_size=2)
+    assert len(got) == 8  # four tensors in each of two blocks; not the head
+    want: Stats = {}
+    for ids in batches:
+        with torch.no_grad():
+            want = merge_stats(want, observe(model, model.state, dict.fromkeys(got, tuple(KINDS)), input_ids=ids)[1])
+    assert equal(got, want, rtol=1e-5)
+
+
+def test_halves_merge_to_the_whole(batches: list[Tensor]) -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    whole, first, second = (
+        calibrate(model, data, compute_dtype="float32") for data in (batches, batches[:1], batches[1:])
+    )
+    assert equal(merge_stats(first, second), whole, rtol=1e-5)
+
+
+def test_saved_is_loaded_bit_for_bit(tmp_path: Path, batches: list[Tensor]) -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    stats = calibrate(model, batches, list(KINDS), compute_dtype="float32")
+    save_stats(stats, tmp_path / "stats.safetensors")
+    assert equal(load_stats(tmp_path / "stats.safetensors"), stats)
+    assert [p.name for p in tmp_path.iterdir()] == ["stats.safetensors"]
+
+
+def test_a_file_that_is_no_statistics_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    with pytest.raises(BadInput, match="is no statistic"):
+        load_stats(tiny_llama / "model.safetensors")
+    with pytest.raises(BadInput, match="cannot be read"):
+        load_stats(tmp_path / "missing")
+    (tmp_path / "short").write_bytes(b"\x10")
+    with pytest.raises(BadInput, match="cannot be read"):
+        load_stats(tmp_path / "short")
+
+
+def test_an_unknown_statistic_is_refused(batches: list[Tensor]) -> None:
+    with pytest.raises(BadInput, match="unknown statistic 'hessian'"):
+        calibrate(from_module(stock(CONFIGS["llama"]())), batches, ["hessian"])
