@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ptq._tree import node, static
+from ptq.errors import BadInput, PtqError
 from ptq.numerics.leaves import Leaf, Transposed
 from ptq.numerics.stats import KINDS, Statistic
 
@@ -141,7 +143,7 @@ def leafwise(
     solve: Callable[..., Leaf | tuple[Leaf, Outcome]],
     *,
     shared: Callable[..., dict[str, Any]] | None = None,
-    check: Callable[[str, torch.Size], None] | None = None,
+    check: Callable[[Leaf], None] | None = None,
     name: str = "custom",
 ) -> Transform:
     """A solve that treats each weight by itself.
@@ -151,7 +153,7 @@ def leafwise(
         solve: `solve(leaf, **{kind: statistic}) -> leaf`, the leaf as `[*e, out, in]`; or (leaf, `Outcome`).
         shared: `shared(**{kind: statistic}) -> keyword arguments`, computed once for all weights that read the same
             tensor, and then given to `solve` instead of the statistics.
-        check: raises `BadInput` for a weight (name, shape `[*e, out, in]`) that cannot be taken.
+        check: raises `BadInput` for a leaf `[*e, out, in]` that cannot be taken; may read its type and shape only.
         name: what reports call it.
 
     >>> sign = leafwise((), lambda w: w.sign() * w.abs().mean(-1, keepdim=True))
@@ -161,18 +163,19 @@ def leafwise(
     """
 
     def init(state: State, sites: Sites, **extra: Any) -> Stats:
-        for weight in (w for weights in sites.values() for w in weights):
-            if check:
-                check(weight, oriented(state.params[weight]).shape)
+        if check:
+            _check_all(check, {w: oriented(state.params[w]) for weights in sites.values() for w in weights})
         return {site: zeros(kinds, state.params[weights[0]]) for site, weights in sites.items()} if kinds else {}
 
     def apply(state: State, stats: Stats, sites: Sites, **extra: Any) -> tuple[State, Stats]:
         params, seen = dict(state.params), dict(stats)
         for site, weights in sites.items():
             given = {kind: stats[site][kind] for kind in kinds}
-            given = shared(**given) if shared else given
+            with _naming(site):
+                given = shared(**given) if shared else given
             for weight in weights:
-                solved = solve(oriented(params[weight]), **given)
+                with _naming(weight):
+                    solved = solve(oriented(params[weight]), **given)
                 leaf, outcome = solved if isinstance(solved, tuple) else (solved, None)
                 params[weight] = Transposed(leaf) if isinstance(params[weight], Transposed) else leaf
                 if outcome is not None:
@@ -180,6 +183,27 @@ def leafwise(
         return state._replace(params=params), seen
 
     return Transform("solve", "site", init, apply, name=name)
+
+
+def _check_all(check: Callable[[Leaf], None], leaves: Mapping[str, Leaf]) -> None:
+    """Names every weight that cannot be taken at once, those with the same reason together."""
+    refused: dict[str, list[str]] = {}
+    for weight, leaf in leaves.items():
+        try:
+            check(leaf)
+        except BadInput as error:
+            refused.setdefault(str(error), []).append(weight)
+    if refused:
+        raise BadInput("; ".join(f"{', '.join(weights)}: {reason}" for reason, weights in refused.items()))
+
+
+@contextmanager
+def _naming(weight: str) -> Iterator[None]:
+    """Says where it happened: numerics know no names."""
+    try:
+        yield
+    except PtqError as error:
+        raise type(error)(f"{weight}: {error}") from error
 
 
 def oriented(leaf: Leaf) -> Leaf:

@@ -69,8 +69,8 @@ class Int:
 class Float8:
     """float8 e4m3fn: 4 exponent bits, 3 mantissa bits, largest value 448, no infinity.
 
-    >>> Float8().round(torch.tensor([1000.0, 17.0, 0.3]))
-    tensor([448.0000,  16.0000,   0.3125])
+    >>> Float8().round(torch.tensor([1000.0, 17.0, 0.3])).tolist()
+    [448.0, 16.0, 0.3125]
     """
 
     @property

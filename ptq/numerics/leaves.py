@@ -111,10 +111,11 @@ def _(leaf: Tensor) -> Tensor:
 def _(leaf: Quantized) -> Tensor:
     # Integer times scale is exact in float32 for every stored scale of 16 bits or less, so the only rounding is the
     # cast to the leaf's dtype: the value a loader computes.
+    scale = leaf.scale.to(torch.promote_types(leaf.scale.dtype, torch.float32))
     levels = leaf.grid.decode(leaf.codes)
     if leaf.zero is not None:
         levels = levels - spread(leaf.grid.decode(leaf.zero), leaf.shape)
-    return (levels * spread(leaf.scale.to(levels.dtype), leaf.shape)).to(leaf.dtype)
+    return (levels * spread(scale, leaf.shape)).to(leaf.dtype)
 
 
 @dense.register
@@ -125,6 +126,13 @@ def _(leaf: Sparse) -> Tensor:
 @dense.register
 def _(leaf: Transposed) -> Tensor:
     return dense(leaf.leaf).mT
+
+
+def unquantized(leaf: Leaf) -> Leaf:
+    """The leaf, if a solve may still choose its values: refuses what is quantized already, pruned or not."""
+    if compressed(leaf.values if isinstance(leaf, Sparse) else leaf):
+        raise BadInput("is quantized already, and what was rounded away is lost; start from the uncompressed weight")
+    return leaf
 
 
 def spread(scale: Tensor, shape: torch.Size) -> Tensor:

@@ -1,0 +1,327 @@
+"""Optimal brain surgery in a fixed order of columns: one factorization, and one sweep for every projection.
+
+A layer's error is `tr(D H D')` with `D = W - Q` and `H` the damped Gram matrix. OBS fixes one column at a time and
+moves all later ones to where they best make up for its error. With `H^-1 = U'U`, U upper triangular, column j of the
+weight as moved so far, v_j, becomes q_j, and every later column k moves by `-(v_j - q_j) U_jk / U_jj`.
+
+Let `A = U^-1`, so `H = A A'` and A is the flipped Cholesky factor of the flipped H. The moves add up to
+`V - Q = (W - Q) A diag(U)`, column by column
+
+    v_j = w_j + sum_{i < j} (w_i - q_i) A_ij / A_jj
+
+so the sweep needs A alone, and neither an inverse nor a triangular solve is ever made: a third of the usual flops, and
+no loss of digits in badly conditioned layers. That v_j reads finished columns only (it is "left-looking") also lets
+several columns be brought up to date by one matrix product, at several block widths at once.
+
+Reference: Hassibi and Stork 1992; Frantar and Alistarh 2022 (arXiv 2208.11580) and 2023 (2301.00774, 2210.17323);
+the feedback form is theorem 6 of Chee et al. 2023 (QuIP, 2307.13304).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ptq._tree import NAMESPACE, node, tree_map
+from ptq.errors import BadInput, NotPositiveDefinite
+from ptq.numerics.leaves import Leaf, spread
+from ptq.numerics.projections import Facts, Projection
+from ptq.numerics.stats import accumulated
+from ptq.types import Diagonal, GramMatrix, Weight
+
+WIDTHS = (128, 32, 8)
+"""Columns brought up to date together, from large products to single columns."""
+
+
+@node
+class Factor:
+    """`H^-1 = U'U`, held as what a sweep needs of it."""
+
+    feedback: Tensor
+    """`[*e, in, in]`, below the diagonal `A_ij / A_jj` at row j, column i: what column j takes on of column i's error"""
+    pivot: Tensor
+    """`[*e, in]`: the diagonal of U; changing column j by d costs `(d / pivot_j)^2`"""
+    importance: Tensor
+    """`[*e, in]`: the Gram matrix's diagonal, in the weight's own order"""
+    damping: Tensor
+    """`[*e]`: damping that succeeded, relative to the mean of the diagonal; inf: none did, nothing is compensated"""
+    failures: Tensor
+    """`[*e]`: dampings that failed before"""
+    order: Tensor | None
+    """`[*e, in]`: columns in the order of elimination, or None for the natural one"""
+
+
+def inverse_factor(
+    gram: GramMatrix,
+    damp: float = 0.01,
+    order: Literal["activation"] | None = None,
+    on_failure: Literal["fallback", "raise"] = "fallback",
+) -> Factor:
+    """Factors a Gram matrix for sweeps: `U'U = (gram + damp mean(diag gram) I)^-1`.
+
+    A matrix that is not positive definite is damped ten times as much, at most three times; after that its factor is
+    that of its diagonal, with which a sweep compensates nothing. A dead column (diagonal 0) has no covariance with
+    others: it is neither moved nor moves anything, so it gets its plain projection, and pruning takes it first.
+
+    Args:
+        gram: `[*e, in, in]`, sums over tokens: no normalization changes the result.
+        damp: relative damping.
+        order: "activation" eliminates columns by descending diagonal, None from left to right.
+        on_failure: "fallback", or "raise" after the last damping.
+
+    Raises:
+        BadInput: the matrix holds NaN or infinity.
+        NotPositiveDefinite: every damping failed and `on_failure` is "raise".
+
+    Example:
+        >>> factor = inverse_factor(torch.tensor([[4.0, 1.0], [1.0, 2.0]]), damp=0.0)
+        >>> factor.pivot.square()  # the Schur complements' inverses: of column 0 given column 1, then of column 1
+        tensor([0.2857, 0.5000])
+    """
+    h = accumulated(gram)
+    importance = h.diagonal(dim1=-2, dim2=-1)
+    if shown(importance.isfinite().all()) is False:  # no entry outgrows its row's and its column's
+        raise BadInput("its Gram matrix holds NaN or infinity: input activations are not finite")
+    permutation = importance.argsort(dim=-1, descending=True, stable=True) if order else None
+    h = h if permutation is None else _permuted(h, permutation)
+    dampings = (damp, *((damp or 1e-3) * 10.0**k for k in (1, 2, 3)))
+    best = _attempt(h, damp)
+    for damping in dampings[1:]:
+        if shown(best.failed.any()) is False:
+            break
+        best = best.or_else(_attempt(h, damping))
+    if on_failure == "raise" and shown(best.failed.any()):
+        tried = ", ".join(f"{d:g}" for d in dampings)
+        raise NotPositiveDefinite(
+            f"its Gram matrix is not positive definite with dampings {tried}; calibrate on more text"
+        )
+    if shown(best.failed.any()) is not False:
+        best = best.or_else(_uncompensated(h))
+    return Factor(best.feedback, best.pivot, importance, best.damping, best.failures, permutation)
+
+
+def project(weight: Weight, projection: Projection, importance: Diagonal | None = None) -> Leaf:
+    """Applies a projection without compensation: rounding to nearest, pruning by magnitude.
+
+    Args:
+        weight: `[*e, out, in]`.
+        projection: what the weight may become.
+        importance: `[*e, in]`, the Gram matrix's diagonal, for projections that weight columns by it.
+
+    Example:
+        >>> from ptq.numerics.projections import prune
+        >>> from ptq.numerics.patterns import NM
+        >>> project(torch.tensor([[3.0, -1.0, 2.0, 4.0]]), prune(NM(keep=2, of=4))).values
+        tensor([[3., 0., 0., 4.]])
+    """
+    w, facts = accumulated(weight), projection.fit(weight, importance)
+    if projection.choose:
+        pivot = w.new_ones(w.shape[-1]) if importance is None else accumulated(importance).rsqrt()
+        wide, chosen = _spread(facts, w.shape), []
+        for a in range(0, w.shape[-1], projection.span):
+            at = slice(a, a + projection.span)
+            chosen.append(projection.choose(_at(wide, at), w[..., at], pivot[..., at]))
+        facts = _joined(chosen)
+    values = projection.project(w, _numbers(_spread(facts, w.shape), w.dtype))
+    return projection.encode(values.to(weight.dtype), facts)
+
+
+def sweep(weight: Weight, factor: Factor, projection: Projection) -> Leaf:
+    """Projects a weight column by column; later columns make up for each error as well as they can.
+
+    The error that is made up for is that of the value as stored, rounded to the weight's dtype.
+
+    Args:
+        weight: `[*e, out, in]` in any float dtype; swept in float32 (float64 stays).
+        factor: of the Gram matrix of the weight's input.
+        projection: what the weight may become; spans are decided when the sweep reaches them.
+
+    Raises:
+        BadInput: the projection decides on spans of neighbours, and the factor orders columns by activation.
+
+    Example:
+        >>> from ptq.numerics.projections import prune
+        >>> from ptq.numerics.patterns import NM
+        >>> factor = inverse_factor(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        >>> sweep(torch.tensor([[1.0, 2.0]]), factor, prune(NM(keep=1, of=2))).values.round(decimals=2)
+        tensor([[0.0000, 2.5000]])
+    """
+    if projection.choose and factor.order is not None:
+        raise BadInput("this projection decides on neighbours together and needs a factor in natural order (order=None)")
+    return _Sweep(weight, factor, projection).run()
+
+
+class _Sweep:
+    """One pass over the columns, held as contiguous rows `[*e, in, out]` in the order of elimination.
+
+    Invariant of `visit`: before it touches columns a to b they have taken on the errors of all columns before a.
+    """
+
+    def __init__(self, weight: Tensor, factor: Factor, projection: Projection) -> None:
+        self.weight, self.factor, self.projection = weight, factor, projection
+        self.facts = projection.fit(weight, factor.importance)
+        self.span = projection.span if projection.choose else WIDTHS[-1]
+        self.w = _columns(weight, factor)
+        self.v = self.w.clone()
+        self.error = torch.empty_like(self.w)
+        self.chosen: list[Facts] = []
+
+    def run(self) -> Leaf:
+        self.visit(0, self.w.shape[-2], _widths(self.span), iter(()))
+        values = self.v.to(self.weight.dtype).mT
+        if self.factor.order is not None:
+            values = torch.take_along_dim(values, self.factor.order.argsort(-1)[..., None, :], -1)
+        return self.projection.encode(values.contiguous(), _joined(self.chosen) if self.chosen else self.facts)
+
+    def visit(self, start: int, stop: int, widths: Sequence[int], columns: Iterator[Facts]) -> None:
+        width, *finer = widths
+        for a in range(start, stop, width):
+            b = min(a + width, stop)
+            if a > start:
+                self.v[..., a:b, :].add_(self.factor.feedback[..., a:b, start:a] @ self.error[..., start:a, :])
+            columns = self.decide(a, b) if width == self.span else columns
+            if finer:
+                self.visit(a, b, finer, columns)
+            else:
+                self.settle(a, b, columns)
+
+    def decide(self, a: int, b: int) -> Iterator[Facts]:
+        """The facts of each column from a to b, whose weights are up to date."""
+        table = _rows(self.facts, self.factor.order, a, b, self.w.shape[-2])
+        if self.projection.choose:
+            pivot = self.factor.pivot[..., a:b]
+            self.chosen.append(self.projection.choose(_turned(table), self.v[..., a:b, :].mT, pivot))
+            table = _turned(_spread(self.chosen[-1], (*self.weight.shape[:-1], b - a)))
+        return _unbound(_numbers(table, self.w.dtype), b - a)
+
+    def settle(self, a: int, b: int, columns: Iterator[Facts]) -> None:
+        """Projects a few columns, one after the other."""
+        v, w, feedback = self.v[..., a:b, :], self.w[..., a:b, :], self.factor.feedback[..., a:b, a:b]
+        settled: list[Tensor] = []
+        for i, (now, before, facts) in enumerate(zip(v.unbind(-2), w.unbind(-2), columns), start=1):
+            q = self.projection.project(now, facts).to(self.weight.dtype).to(w.dtype)
+            settled.append(q)
+            if i < b - a:
+                rest = b - a - i
+                v.narrow(-2, i, rest).addcmul_(feedback.narrow(-2, i, rest).narrow(-1, i - 1, 1), (before - q)[..., None, :])
+        v.copy_(torch.stack(settled, -2))
+        self.error[..., a:b, :] = w - v
+
+
+class _Attempt(NamedTuple):
+    """A factorization of each matrix of a stack, and where it failed."""
+
+    feedback: Tensor
+    pivot: Tensor
+    damping: Tensor
+    failures: Tensor
+    failed: Tensor
+
+    def or_else(self, other: _Attempt) -> _Attempt:
+        """The other one where this one failed."""
+        failed = self.failed
+        return _Attempt(
+            torch.where(failed[..., None, None], other.feedback, self.feedback),
+            torch.where(failed[..., None], other.pivot, self.pivot),
+            torch.where(failed, other.damping, self.damping),
+            self.failures + failed * other.failures,
+            failed & other.failed,
+        )
+
+
+def _attempt(h: Tensor, damping: float) -> _Attempt:
+    diagonal = h.diagonal(dim1=-2, dim2=-1)
+    shift = damping * diagonal.mean(-1, keepdim=True)
+    damped = h.flip(-2, -1)
+    damped.diagonal(dim1=-2, dim2=-1).copy_(_alive(diagonal + shift).flip(-1))
+    lower, info = torch.linalg.cholesky_ex(damped)
+    factor = lower.mT.flip(-2, -1)  # A', so that a row holds all that one column takes on
+    pivot = factor.diagonal(dim1=-2, dim2=-1).reciprocal()
+    failed = (info != 0) | ~pivot.isfinite().all(-1)
+    return _Attempt(factor * pivot[..., :, None], pivot, torch.full_like(shift[..., 0], damping), failed.int(), failed)
+
+
+def _uncompensated(h: Tensor) -> _Attempt:
+    """The limit of infinite damping, with the diagonal's own scores: no feedback."""
+    diagonal = h.diagonal(dim1=-2, dim2=-1)
+    never = torch.zeros_like(diagonal[..., 0], dtype=torch.bool)
+    infinite = torch.full_like(diagonal[..., 0], torch.inf)
+    return _Attempt(torch.zeros_like(h), _alive(diagonal.clamp(min=0)).rsqrt(), infinite, never.int(), never)
+
+
+def _alive(diagonal: Tensor) -> Tensor:
+    """A dead column that is not damped either still needs some number: any will do, it moves nothing."""
+    return torch.where(diagonal == 0, 1.0, diagonal)
+
+
+def _permuted(h: Tensor, order: Tensor) -> Tensor:
+    return torch.take_along_dim(torch.take_along_dim(h, order[..., :, None], -2), order[..., None, :], -1)
+
+
+def shown(flag: Tensor) -> bool | None:
+    """The flag's value, or None where values are hidden: under vmap."""
+    try:
+        return bool(flag)
+    except RuntimeError:
+        return None
+
+
+def _columns(weight: Tensor, factor: Factor) -> Tensor:
+    """The weight's columns as contiguous rows, in the order of elimination, batched if either of the two is."""
+    columns = accumulated(weight).mT
+    if factor.order is not None:
+        columns = torch.take_along_dim(columns, factor.order[..., :, None], -2)
+    return columns.contiguous() + torch.zeros_like(factor.pivot)[..., None]
+
+
+def _widths(span: int) -> Sequence[int]:
+    """Nested block widths of which one is the span: wider ones are multiples of it."""
+    wider = {width - width % span for width in WIDTHS if width > span}
+    return sorted(wider | {span} | {width for width in WIDTHS if width < span}, reverse=True)
+
+
+def _rows(facts: Facts, order: Tensor | None, a: int, b: int, columns: int) -> Facts:
+    """Facts of columns a to b of the elimination, a column a row: `[*e, b - a, out or 1]`."""
+
+    def rows(t: Tensor) -> Tensor:
+        at = torch.arange(a, b, device=t.device) if order is None else order[..., a:b]
+        return torch.take_along_dim(t.mT, (at * t.shape[-1] // columns)[..., None], -2)
+
+    return tree_map(rows, facts)
+
+
+def _spread(facts: Facts, shape: Sequence[int]) -> Facts:
+    """Facts that broadcast against a weight of this shape."""
+
+    def wide(t: Tensor) -> Tensor:
+        return t if t.shape[-1] in (1, shape[-1]) else spread(t, torch.Size((*t.shape[:-1], shape[-1])))
+
+    return tree_map(wide, facts)
+
+
+def _numbers(facts: Facts, dtype: torch.dtype) -> Facts:
+    """Facts to calculate with: numbers in the sweep's dtype, masks as they are."""
+    return tree_map(lambda t: t if t.dtype == torch.bool else t.to(dtype), facts)
+
+
+def _at(facts: Facts, columns: slice) -> Facts:
+    return tree_map(lambda t: t if t.shape[-1] == 1 else t[..., columns], facts)
+
+
+def _turned(facts: Facts) -> Facts:
+    return tree_map(lambda t: t.mT, facts)
+
+
+def _joined(chosen: Sequence[Facts]) -> Facts:
+    return tree_map(lambda *parts: torch.cat(parts, -1), *chosen)
+
+
+def _unbound(table: Facts, count: int) -> Iterator[Facts]:
+    """The facts of one column after the other."""
+    leaves, structure = optree.tree_flatten(table, namespace=NAMESPACE)
+    rows = [t.expand(*t.shape[:-2], count, t.shape[-1]).unbind(-2) for t in leaves]
+    return (optree.tree_unflatten(structure, [r[j] for r in rows]) for j in range(count))

@@ -1,0 +1,44 @@
+"""Round to nearest: each weight by itself, with well-chosen scales.
+
+Objective: `min_s sum (Q_s(w) - w)^2`, tile by tile; a scale search alone recovers much of what solvers gain.
+"""
+
+from __future__ import annotations
+
+from ptq.base import Leaf, Transform, leafwise
+from ptq.numerics import obs
+from ptq.numerics.fits import Fit
+from ptq.numerics.leaves import dense, unquantized
+from ptq.numerics.projections import affine, keeping
+from ptq.numerics.schemes import Scheme
+from ptq.numerics.stats import SecondMoment
+
+
+def rtn(scheme: Scheme, fit: Fit = "mse") -> Transform:
+    """Rounds every weight to the nearest value of its grid. A leaf that is sparse already keeps its mask.
+
+    Args:
+        scheme: grid and granularity.
+        fit: how scales are chosen: "minmax", "mse", or "gram", which weights each column's error by the second moment
+            of its input and so needs data.
+
+    Example:
+        >>> import torch
+        >>> from ptq.base import State
+        >>> from ptq.numerics.schemes import scheme
+        >>> stage = rtn(scheme("W4A16", group_size=-1), fit="minmax")
+        >>> state, _ = stage.apply(State({"a.weight": torch.tensor([[0.13, -1.5]])}), {}, {"a.weight": ("a.weight",)})
+        >>> dense(state.params["a.weight"])
+        tensor([[ 0.2000, -1.6000]])
+    """
+    projection = affine(scheme, fit)
+
+    def check(leaf: Leaf) -> None:
+        scheme.check(unquantized(leaf).shape[-1])
+
+    def solve(leaf: Leaf, second_moment: SecondMoment | None = None) -> Leaf:
+        importance = second_moment.sum if second_moment else None
+        return obs.project(dense(unquantized(leaf)), keeping(leaf, projection), importance)
+
+    kinds = ("second_moment",) if fit == "gram" else ()
+    return leafwise(kinds, solve, check=check, name=f"rtn({scheme}, {fit})")
