@@ -1,0 +1,50 @@
+"""Compress a model and write it to a directory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ptq.cli.options import add_data, add_model, add_overwrite, add_place
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """MODEL, OUT, recipe, data, place, report."""
+    add_model(parser)
+    parser.add_argument("out", metavar="OUT", help="directory to write; does not exist until it is whole")
+    parser.add_argument("--recipe", required=True, metavar="NAME", help="such as gptq-w4a16-g64; see ptq recipes")
+    add_data(parser, "builtin", samples=128)
+    parser.add_argument("--seed", type=int, default=0, help="of transforms that draw random numbers (default 0)")
+    add_place(parser, "auto")
+    add_overwrite(parser)
+    parser.add_argument("--report", metavar="FILE.json", type=Path, help="write the report as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Opens, calibrates, compresses, writes block by block, and shows what was done."""
+    from ptq.cli.tables import show_report
+    from ptq.cli.work import measures, refuse_unwritable, windows, write
+    from ptq.io.hub import open_model
+    from ptq.io.save import check_output
+    from ptq.pipeline.scan import compress
+    from ptq.recipes.presets import recipe
+
+    stages = recipe(args.recipe)
+    check_output(args.out, args.overwrite)
+    if args.report:
+        refuse_unwritable(args.report)
+    model = open_model(args.model, args.trust_remote_code)
+    work = compress(
+        model,
+        [windows(model, args)] if any(map(measures, stages)) else None,
+        *stages,
+        seed=args.seed,
+        device=args.device,
+        compute_dtype=args.compute_dtype,
+        batch_size=args.batch_size,
+    )
+    report = {"model": args.model, **write(work, args.out, args.overwrite)}
+    if args.report:
+        args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    show_report(report)

@@ -1,0 +1,29 @@
+"""Write a model in another format."""
+
+from __future__ import annotations
+
+import argparse
+
+from ptq.cli.options import add_model, add_overwrite
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """MODEL, OUT, --format."""
+    add_model(parser)
+    parser.add_argument("out", metavar="OUT", help="directory to write; does not exist until it is whole")
+    parser.add_argument(
+        "--format", required=True, help="dense, int-quantized, pack-quantized or float-quantized; values stay the same"
+    )
+    add_overwrite(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Reads and writes one tensor at a time."""
+    from ptq.io.hub import open_model
+    from ptq.io.save import check_output, save
+
+    check_output(args.out, args.overwrite)
+    saved = save(open_model(args.model, args.trust_remote_code), args.out, args.overwrite, args.format)
+    for name, note in saved.notes.items():
+        print(f"{name}: {note}")
+    print(f"{saved.path}: {saved.nbytes / 1e6:.1f} MB")

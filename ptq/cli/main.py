@@ -1,0 +1,100 @@
+"""`ptq COMMAND ...`: arguments, signals, and how an error becomes an exit code.
+
+Exit codes: 0; 2 for bad input, with exactly one line on stderr; 1 for other failures; 130 for Ctrl-C, 143 for SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from ptq.cli import compress, convert, demo, eval as evaluate, inspect, recipes
+
+_COMMANDS = {
+    "compress": compress,
+    "eval": evaluate,
+    "inspect": inspect,
+    "convert": convert,
+    "recipes": recipes,
+    "demo": demo,
+}
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without the usage text before an error: bad input is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    args = _parser().parse_args(argv)
+    _quieten()
+    try:
+        with _sigterm_raises(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries; what a user must know is in the report
+            args.run(args)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _failed("interrupted", 130)
+    except Terminated:
+        return _failed("terminated", 143)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at exit complains
+        return 1
+    except Exception as error:
+        from ptq.errors import BadInput, PtqError
+
+        if not isinstance(error, PtqError | OSError):
+            raise
+        return _failed(str(error), 2 if isinstance(error, BadInput) else 1)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="ptq", description="Post-training compression of language models.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in _COMMANDS.items():
+        summary = (command.__doc__ or "").splitlines()[0]
+        own = commands.add_parser(name, help=summary, description=summary)
+        command.configure(own)
+        own.set_defaults(run=command.run)
+    return parser
+
+
+def _failed(message: str, code: int) -> int:
+    sys.stderr.write(f"ptq: {' '.join(message.split())}\n")
+    return code
+
+
+def _quieten() -> None:
+    """Other libraries' notices go where bad input must be one line. Only heeded if set before their import."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@contextmanager
+def _sigterm_raises() -> Generator[None]:
+    """SIGTERM as an exception, so that threads are ended and unfinished files removed on the way out."""
+
+    def handler(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

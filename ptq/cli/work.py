@@ -1,0 +1,78 @@
+"""What several commands do: take windows of a text, watch a run, write it block by block, and complete its report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from ptq.base import Stage, State
+from ptq.errors import BadInput
+from ptq.io.save import save
+from ptq.models.model import Model
+from ptq.pipeline.data import tokens
+from ptq.pipeline.scan import Block, Run
+
+
+class Watched:
+    """A run that moves a bar on stderr as its blocks are finished, where stderr is a terminal."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.start: Model = run.start
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.run.close()
+
+    def stream(self) -> Iterator[Block]:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console(stderr=True)
+        with Progress(
+            *columns, TimeRemainingColumn(), console=console, transient=True, disable=not sys.stderr.isatty()
+        ) as bar:
+            task = bar.add_task("blocks", total=len(self.run))
+            for block in self.run.stream():
+                yield block
+                bar.update(task, advance=1, description=block.name)
+
+
+def write(run: Run, out: str | Path, overwrite: bool) -> dict[str, Any]:
+    """Writes a run's blocks as they are finished; returns its report, with notes on what was stored otherwise."""
+    saved = save(Watched(run), out, overwrite=overwrite)
+    report = run.report
+    for weight in (w for block in report["blocks"] for w in block["weights"] if w["name"] in saved.notes):
+        weight["note"] = "; ".join(filter(None, (weight["note"], saved.notes[weight["name"]])))
+    return {**report, "path": str(saved.path), "totals": {**report["totals"], "bytes": saved.nbytes}}
+
+
+def measures(stage: Stage) -> bool:
+    """Whether a stage needs data: what it would measure for a weight without elements, which fits every grouping."""
+    nothing = State({"": torch.empty(0, 0, device="meta")})
+    return any(t.kind == "reparam" or bool(t.init(nothing, {"": ("",)})) for t in stage)
+
+
+def windows(model: Model, args: argparse.Namespace) -> Tensor:
+    """The token ids that `--data`, `--samples` and `--seq-len` ask for, `[samples, tokens]`."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(limit, int) and args.seq_len > limit:
+        raise BadInput(f"windows of {args.seq_len} tokens: the model has {limit} positions; pass a smaller --seq-len")
+    return tokens(args.data, model.tokenizer, args.samples, args.seq_len)
+
+
+def refuse_unwritable(report: Path) -> None:
+    """Raises `BadInput` where a report could not be written, before hours of work are lost."""
+    if report.is_dir() or not report.absolute().parent.is_dir():
+        raise BadInput(f"report {report}: {'is a directory' if report.is_dir() else 'its directory does not exist'}")
