@@ -1,0 +1,363 @@
+"""The command line: results on stdout, one line of stderr for bad input, exit codes, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import llama_config, stock
+from ptq.cli.main import main
+
+SMALL = ["--samples", "4", "--seq-len", "32", "--device", "cpu"]
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """Runs a command in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args: str | Path) -> Done:
+        capsys.readouterr()
+        try:
+            code = main([str(a) for a in args])
+        except SystemExit as stop:  # argparse
+            code = int(stop.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def spawned(*args: str | Path, **more: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ptq", *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def refused(done: Done, *parts: str) -> None:
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.count("\n") == 1
+    assert done.err.endswith("\n")
+    assert all(part in done.err for part in parts), done.err
+
+
+@pytest.fixture
+def copied(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama that a test may damage."""
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results" / "out"
+
+
+def nothing_left(out: Path) -> None:
+    assert list(out.parent.iterdir()) == []
+    assert [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon] == []
+
+
+# What works
+
+
+def test_help_names_every_command(cli: Callable[..., Done]) -> None:
+    done = cli("--help")
+    assert done.code == 0
+    assert all(name in done.out for name in ("compress", "eval", "inspect", "convert", "recipes", "demo"))
+
+
+def test_recipes_are_listed_one_a_line(cli: Callable[..., Done]) -> None:
+    lines = cli("recipes").out.splitlines()
+    assert any(line.startswith("gptq-w4a16-g64 ") for line in lines)
+    assert len(lines) == len({line.split()[0] for line in lines}) > 10
+
+
+def test_compress_then_eval_and_inspect(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    report = out.with_suffix(".json")
+    done = cli("compress", tiny_llama, out, "--recipe", "gptq-w4a16-g64", *SMALL, "--report", report)
+    assert (done.code, done.err) == (0, "")
+    assert all(
+        part in done.out for part in ("model.layers.0", "model.layers.1", "damping", "bits per compressed weight")
+    )
+    assert sorted(p.name for p in out.parent.iterdir()) == ["out", "out.json"]
+
+    written = json.loads(report.read_text())
+    weights = [w for block in written["blocks"] for w in block["weights"]]
+    assert len(weights) == 14
+    assert all(0 < w["error"] < 0.1 and w["damping"] == pytest.approx(0.01) and w["tokens"] == 128 for w in weights)
+    assert 4 < written["totals"]["bits_per_weight"] < 5
+    assert {"ptq", "torch", "transformers", "python"} <= set(written["versions"])
+
+    dense, compressed = (json.loads(cli("eval", m, *SMALL).out.splitlines()[-1]) for m in (tiny_llama, out))
+    assert dense["tokens"] == compressed["tokens"] == 128
+    assert dense["perplexity"] != compressed["perplexity"]
+    assert compressed["perplexity"] == pytest.approx(dense["perplexity"], rel=0.2)
+
+    rows = {r["name"]: r for r in json.loads(cli("inspect", out, "--json").out)["tensors"]}
+    assert rows["model.layers.0.mlp.up_proj.weight"]["format"] == "int4 per channel"  # 64 inputs: one group
+    assert rows["model.layers.0.mlp.down_proj.weight"]["format"] == "int4 per group 64"
+    assert rows["model.layers.0.mlp.down_proj.weight"]["shape"] == [64, 128]
+    assert rows["lm_head.weight"]["format"] == "float32"
+    assert rows["lm_head.weight"]["bits_per_weight"] == 32
+
+
+def test_inspect_counts_zeros(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    assert cli("compress", tiny_llama, out, "--recipe", "magnitude-2of4").code == 0
+    rows = {r["name"]: r for r in json.loads(cli("inspect", out, "--json").out)["tensors"]}
+    assert rows["model.layers.1.mlp.up_proj.weight"]["sparsity"] == 0.5
+    assert rows["lm_head.weight"]["sparsity"] == 0
+    table = cli("inspect", out).out
+    assert "model.layers.1.mlp.up_proj.weight" in table
+    assert "50.0%" in table
+
+
+def test_rounding_needs_no_tokenizer(cli: Callable[..., Done], copied: Path, out: Path) -> None:
+    for file in copied.glob("*token*"):
+        file.unlink()
+    assert cli("compress", copied, out, "--recipe", "rtn-w8a16").code == 0
+    other = out.with_name("other")
+    refused(cli("compress", copied, other, "--recipe", "gptq-w8a16", *SMALL), "no tokenizer")
+    assert not other.exists()
+
+
+def test_convert_to_dense_gives_the_same_model(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    packed, dense = out.with_name("packed"), out.with_name("dense")
+    assert cli("compress", tiny_llama, packed, "--recipe", "rtn-w4a16-g64").code == 0
+    done = cli("convert", packed, dense, "--format", "dense")
+    assert (done.code, done.err) == (0, "")
+    formats = {r["format"] for r in json.loads(cli("inspect", dense, "--json").out)["tensors"]}
+    assert formats == {"float32"}
+    one, two = (json.loads(cli("eval", m, *SMALL).out)["perplexity"] for m in (packed, dense))
+    assert one == two
+
+
+def test_overwrite_replaces_the_old_result(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    assert cli("compress", tiny_llama, out, "--recipe", "rtn-w8a16").code == 0
+    (out / "mine.txt").write_text("x")
+    assert cli("compress", tiny_llama, out, "--recipe", "rtn-w4a16", "--overwrite").code == 0
+    assert not (out / "mine.txt").exists()
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "args", [(), ("squeeze",), ("eval",), ("eval", "demo", "--samples", "0"), ("eval", "demo", "--kl")]
+)
+def test_bad_usage(cli: Callable[..., Done], args: tuple[str, ...]) -> None:
+    refused(cli(*args), "--help")
+
+
+def test_missing_model(cli: Callable[..., Done], tmp_path: Path, out: Path) -> None:
+    for command in (("eval",), ("inspect",)):
+        refused(cli(*command, tmp_path / "absent"), "absent", "no such file or directory")
+    refused(cli("compress", tmp_path / "absent", out, "--recipe", "rtn-w8a16"), "no such file or directory")
+    nothing_left(out)
+
+
+def test_directory_without_a_model(cli: Callable[..., Done], tmp_path: Path, out: Path) -> None:
+    refused(cli("compress", tmp_path, out, "--recipe", "rtn-w8a16"), str(tmp_path), "config.json")
+    nothing_left(out)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parts"),
+    [
+        ("gptq-w4a16g64", ["near: ", "gptq-w4a16-g64"]),
+        ("nonsense", ["ptq recipes"]),
+        ("awq-w4a16-g64", ["unknown recipe"]),
+        ("rtn-w8a8", ["unknown recipe"]),
+        ("sparsegpt-4of2", ["keep=4 of=2"]),
+        ("recipe.yaml", ["not read by this version"]),
+    ],
+)
+def test_unknown_recipe(cli: Callable[..., Done], tiny_llama: Path, out: Path, recipe: str, parts: list[str]) -> None:
+    refused(cli("compress", tiny_llama, out, "--recipe", recipe), *parts)
+    nothing_left(out)
+
+
+def test_group_size_that_does_not_divide(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    done = cli("compress", tiny_llama, out, "--recipe", "gptq-w4a16-g128", *SMALL)
+    narrow = [f"model.layers.{i}.{m}_proj.weight" for i in (0, 1) for m in ("self_attn.q", "self_attn.o", "mlp.up")]
+    refused(done, "128", "64", *narrow)
+    assert "down_proj" not in done.err
+    nothing_left(out)
+
+
+def test_n_of_m_that_does_not_fit(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    refused(cli("compress", tiny_llama, out, "--recipe", "sparsegpt-2of7", *SMALL), "2 of 7", "model.layers.0")
+    nothing_left(out)
+
+
+def test_too_little_text(cli: Callable[..., Done], tiny_llama: Path, out: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("too short " * 30)
+    done = cli("compress", tiny_llama, out, "--recipe", "gptq-w4a16", *SMALL, "--data", text, "--samples", "999")
+    refused(done, "short.txt", "windows of 32", "999")
+    nothing_left(out)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("recipe", ["gptq-w4a16", "rtn-w4a16", "magnitude-50"])
+def test_weights_that_are_not_finite(
+    cli: Callable[..., Done], copied: Path, out: Path, value: float, recipe: str
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(copied / "model.safetensors")
+    tensors[name][3, 5] = value
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    refused(cli("compress", copied, out, "--recipe", recipe, *SMALL), name, "NaN or infinite")
+    nothing_left(out)
+
+
+def test_activations_that_are_not_finite(cli: Callable[..., Done], copied: Path, out: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][:] = 1e38
+    tensors["model.layers.1.input_layernorm.weight"][0] = 3e38
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    done = cli("compress", copied, out, "--recipe", "gptq-w4a16", *SMALL)
+    refused(done, "model.layers.1.self_attn.q_proj", "activations")
+    nothing_left(out)
+
+
+def test_output_that_exists(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    out.mkdir()
+    (out / "precious.txt").write_text("x")
+    for args in (
+        ("compress", tiny_llama, out, "--recipe", "rtn-w8a16"),
+        ("convert", tiny_llama, out, "--format", "dense"),
+    ):
+        refused(cli(*args), str(out), "overwrite")
+    assert [p.name for p in out.iterdir()] == ["precious.txt"]
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_output_that_is_a_file(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    out.write_text("x")
+    refused(cli("compress", tiny_llama, out, "--recipe", "rtn-w8a16"), str(out))
+    assert out.read_text() == "x"
+
+
+def test_report_that_cannot_be_written(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    report = out.parent / "absent" / "report.json"
+    refused(cli("compress", tiny_llama, out, "--recipe", "rtn-w8a16", "--report", report), str(report))
+    refused(cli("compress", tiny_llama, out, "--recipe", "rtn-w8a16", "--report", out.parent), str(out.parent))
+    nothing_left(out)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, 20_000])
+def test_truncated_file(cli: Callable[..., Done], copied: Path, out: Path, cut: int) -> None:
+    file = copied / "model.safetensors"
+    os.truncate(file, cut)
+    for args in (("compress", copied, out, "--recipe", "rtn-w8a16"), ("eval", copied), ("inspect", copied)):
+        refused(cli(*args), "model.safetensors")
+    nothing_left(out)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_corrupt_file(cli: Callable[..., Done], copied: Path, out: Path, name: str) -> None:
+    (copied / name).write_bytes(b"{ not json \xff" * 9)
+    refused(cli("compress", copied, out, "--recipe", "gptq-w8a16", *SMALL), str(copied))
+    nothing_left(out)
+
+
+def test_missing_tensor(cli: Callable[..., Done], copied: Path, out: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    del tensors[name]
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    refused(cli("compress", copied, out, "--recipe", "rtn-w8a16"), name)
+    nothing_left(out)
+
+
+def test_tensor_of_another_shape(cli: Callable[..., Done], copied: Path, out: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name][:, :100].contiguous()
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    refused(cli("eval", copied), name, "(64, 100)", "(64, 128)")
+
+
+def test_unusable_device(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    refused(cli("compress", tiny_llama, out, "--recipe", "gptq-w8a16", *SMALL, "--device", "abacus"), "abacus")
+    refused(cli("eval", tiny_llama, *SMALL, "--device", "abacus"), "abacus")
+    nothing_left(out)
+
+
+def test_windows_longer_than_the_model(cli: Callable[..., Done], model_dir: Callable[[str], Path], out: Path) -> None:
+    model = model_dir("gpt2")
+    long = ["--samples", "2", "--seq-len", "200"]
+    refused(cli("eval", model, *long), "200", "128 positions")
+    refused(cli("compress", model, out, "--recipe", "gptq-w8a16", *long), "200", "128 positions")
+    nothing_left(out)
+
+
+def test_what_is_compressed_already(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    first = out.with_name("first")
+    assert cli("compress", tiny_llama, first, "--recipe", "rtn-w8a16").code == 0
+    refused(cli("compress", first, out, "--recipe", "rtn-w4a16"), "model.layers.0", "compressed")
+    assert not out.exists()
+
+
+def test_one_line_in_a_process_of_its_own(tiny_llama: Path, out: Path) -> None:
+    """Imports, library notices and a bar would all show here."""
+    with spawned("compress", tiny_llama, out, "--recipe", "gptq-w4a16-g128", *SMALL) as process:
+        printed = process.communicate(timeout=120)
+    refused(Done(process.returncode, *printed), "128")
+    nothing_left(out)
+
+
+# Other failures
+
+
+def test_a_full_disk_is_exit_code_1(cli: Callable[..., Done], tiny_llama: Path) -> None:
+    done = cli("compress", tiny_llama, "/dev/full/out", "--recipe", "rtn-w8a16")
+    assert done.code in (1, 2)
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_it_and_leave_nothing(
+    tmp_path: Path, out: Path, tokenizer: Any, number: signal.Signals, code: int
+) -> None:
+    model = tmp_path / "model"
+    stock(llama_config(num_hidden_layers=60)).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    with spawned("compress", model, out, "--recipe", "gptq-w4a16", "--samples", "64", "--seq-len", "64") as process:
+        deadline = time.monotonic() + 60
+        while not list(out.parent.iterdir()) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    with spawned("recipes") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

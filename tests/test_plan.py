@@ -1,0 +1,150 @@
+"""What is settled before the first token: targets, ties, and every refusal that can be known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import CONFIGS, stock
+from torch import Tensor, nn
+
+from ptq.base import Transform, chain, identity, leafwise, partition, targets
+from ptq.errors import BadInput, NoMatch
+from ptq.models.model import Model
+from ptq.models.skeleton import from_module
+from ptq.numerics.leaves import dense
+from ptq.pipeline.batches import micro_batches
+from ptq.pipeline.plan import Plan, make_plan
+
+HALVE = leafwise((), lambda w: dense(w) / 2, name="halve")
+MEASURE = leafwise(("gram",), lambda w, gram: w, name="measure")
+
+
+def planned(model: Model, *stages: object) -> Plan:
+    (batch,) = micro_batches(model, [torch.zeros(1, 4, dtype=torch.long)])
+    return make_plan(model, [chain(s) for s in stages], batch)  # type: ignore[arg-type]
+
+
+def taken(plan: Plan) -> list[set[str]]:
+    return [{w for ws in m.sites.values() for w in ws} for stage in plan.stages for m in stage]
+
+
+def test_default_targets_are_the_matrices_inside_the_blocks(family: str) -> None:
+    model = from_module(stock(CONFIGS[family]()))
+    (got,) = taken(planned(model, HALVE))
+    assert got == {n for n, p in model.params.items() if p.ndim == 2 and (".h." in n or ".layers." in n)}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", 1),
+        ("model.layers.0.mlp.up_proj", 1),
+        ("model.layers.0.mlp", 3),
+        ("model.layers.0", 7),
+        ("model", 14),
+        ("LlamaMLP", 6),
+        ("Linear", 14),
+        (r"re:.*\.mlp\.up_proj$", 2),
+        ("re:.*attn", 8),
+        ("lm_head", 1),
+        ("re:.*lm_head", 1),
+        ("model.embed_tokens", 1),
+    ],
+)
+def test_a_pattern_names_a_weight_a_module_an_ancestor_or_a_class(pattern: str, count: int) -> None:
+    (got,) = taken(planned(from_module(stock(CONFIGS["llama"]())), targets(pattern, HALVE)))
+    assert len(got) == count
+
+
+def test_checkpoint_names_reach_as_well() -> None:
+    """GPT-2's files have no `transformer.` in front."""
+    model = from_module(stock(CONFIGS["gpt2"]()))
+    (got,) = taken(planned(model, targets("transformer.h.0.mlp", HALVE)))
+    assert got == {"transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_proj.weight"}
+
+
+def test_a_target_that_matches_nothing_names_near_misses() -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    with pytest.raises(
+        NoMatch, match=r"'model.layers.0.mlp.up_prj' matches no weight .*near: model.layers.0.mlp.up_proj"
+    ):
+        planned(model, targets("model.layers.0.mlp.up_prj", HALVE))
+    with pytest.raises(BadInput, match="no regular expression"):
+        planned(model, targets("re:(", HALVE))
+
+
+def test_an_ignore_that_matches_nothing_warns() -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    with pytest.warns(UserWarning, match="'nothing_here' matches no weight"):
+        (got,) = taken(planned(model, targets("Linear", HALVE, ignore=["nothing_here", "re:.*mlp"])))
+    assert len(got) == 8
+
+
+def test_in_a_partition_the_first_match_wins() -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    first, second = taken(planned(model, partition({"re:.*up_proj": HALVE, "re:.*mlp": MEASURE})))
+    assert {n.split(".")[-2] for n in first} == {"up_proj"}
+    assert {n.split(".")[-2] for n in second} == {"gate_proj", "down_proj"}
+
+
+def test_a_stage_restricted_twice_obeys_both() -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    (got,) = taken(planned(model, targets("model.layers.1", targets("re:.*mlp", HALVE))))
+    assert got == {f"model.layers.1.mlp.{n}_proj.weight" for n in ("gate", "up", "down")}
+
+
+def test_chain_is_a_monoid() -> None:
+    assert chain(HALVE, identity) == chain(identity, HALVE) == chain(HALVE) == (HALVE,)
+    assert chain(HALVE, chain(MEASURE, HALVE)) == chain(chain(HALVE, MEASURE), HALVE)
+
+
+def test_ties_are_kept_unless_one_side_is_targeted() -> None:
+    model = from_module(stock(CONFIGS["gemma3"]()))
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    assert planned(model, HALVE).model.aliases == tied
+    for name in ("lm_head", "model.embed_tokens"):
+        plan = planned(model, targets(name, HALVE))
+        assert (plan.model.aliases, plan.untied) == ({}, ("lm_head.weight",))
+    assert model.aliases == tied
+
+
+def test_a_convolution_is_refused_by_name() -> None:
+    net = nn.Sequential(nn.Conv1d(2, 3, 1), nn.Flatten())
+    model = from_module(net)
+    (batch,) = micro_batches(model, [torch.ones(1, 2, 4)])
+    with pytest.raises(BadInput, match=r"0\.weight: shape \(3, 2, 1\)|0\.weight"):
+        make_plan(model, [targets("0", MEASURE)], batch)
+
+
+def test_what_a_transform_cannot_take_is_known_at_once() -> None:
+    def check(leaf: Tensor) -> None:
+        raise BadInput(f"{leaf.shape[-1]} inputs are one too many")
+
+    picky = leafwise((), dense, check=check)
+    with pytest.raises(BadInput, match="inputs are one too many"):
+        planned(from_module(stock(CONFIGS["llama"]())), HALVE, picky)
+
+
+def test_an_extra_that_is_not_there_is_refused() -> None:
+    wants = Transform("solve", "site", lambda *_, **__: {}, lambda s, t, _: (s, t), frozenset({"moon"}), name="odd")
+    with pytest.raises(BadInput, match="odd.*moon"):
+        planned(from_module(stock(CONFIGS["llama"]())), wants)
+
+
+def test_a_norm_with_readers_left_out_is_refused_by_name() -> None:
+    fold = Transform(
+        "reparam", "block", lambda *_, **__: {}, lambda s, t, _, links: (s, t), frozenset({"links"}), name="fold"
+    )
+    model = from_module(stock(CONFIGS["llama"]()))
+    with pytest.raises(BadInput, match=r"fold: model\.layers\.0\.input_layernorm\.weight also feeds .*k_proj"):
+        planned(model, targets("re:.*q_proj", fold))
+    (stage,) = planned(model, fold).stages
+    assert len(stage[0].links) == 4
+
+
+def test_plans_need_no_weights_in_memory(tiny_llama: object) -> None:
+    from ptq.io.hub import load
+
+    model = load(tiny_llama)  # type: ignore[arg-type]
+    plan = planned(model, MEASURE)
+    assert not any(isinstance(leaf, Tensor) for leaf in plan.model.params.values())
