@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ptq._tree import node, static
@@ -156,6 +155,7 @@ def leafwise(
         check: raises `BadInput` for a leaf `[*e, out, in]` that cannot be taken; may read its type and shape only.
         name: what reports call it.
 
+    >>> import torch
     >>> sign = leafwise((), lambda w: w.sign() * w.abs().mean(-1, keepdim=True))
     >>> state, _ = sign.apply(State({"a.weight": torch.tensor([[1.0, -3.0]])}), {}, {"a.weight": ("a.weight",)})
     >>> state.params["a.weight"]
@@ -195,6 +195,18 @@ def _check_all(check: Callable[[Leaf], None], leaves: Mapping[str, Leaf]) -> Non
             refused.setdefault(str(error), []).append(weight)
     if refused:
         raise BadInput("; ".join(f"{', '.join(weights)}: {reason}" for reason, weights in refused.items()))
+
+
+def _check_all(check: Callable[[Leaf], None], params: Params) -> None:
+    """One refusal for all weights that cannot be taken, those with the same trouble together."""
+    troubles: dict[str, list[str]] = {}
+    for weight, leaf in params.items():
+        try:
+            check(oriented(leaf))
+        except BadInput as error:
+            troubles.setdefault(str(error), []).append(weight)
+    if troubles:
+        raise BadInput("; ".join(f"{', '.join(names)}: {trouble}" for trouble, names in troubles.items()))
 
 
 @contextmanager

@@ -121,8 +121,11 @@ def test_what_a_transform_cannot_take_is_known_at_once() -> None:
         raise BadInput(f"{leaf.shape[-1]} inputs are one too many")
 
     picky = leafwise((), dense, check=check)
-    with pytest.raises(BadInput, match="inputs are one too many"):
-        planned(from_module(stock(CONFIGS["llama"]())), HALVE, picky)
+    with pytest.raises(BadInput) as error:
+        planned(from_module(stock(CONFIGS["llama"]())), HALVE, targets("model.layers.0.mlp", picky))
+    names = [f"model.layers.0.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    first, second = "64 inputs are one too many", "128 inputs are one too many"
+    assert str(error.value) == f"{names[0]}, {names[1]}: {first}; {names[2]}: {second}"
 
 
 def test_an_extra_that_is_not_there_is_refused() -> None:

@@ -6,7 +6,7 @@ refused too, since a tensor that nobody reads is a model that nobody ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +38,9 @@ class Entry:
 
 
 class Header(NamedTuple):
-    """All of a file but its tensors' values; of arrays only those of numbers."""
+    """All of a file but its tensors' values; of arrays of strings only the length."""
 
+    file: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Entry]
 
@@ -140,13 +141,14 @@ def open_gguf(file: Path) -> Model:
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config.architectures = [cls.__name__]
     skeleton = from_config(cls, config, torch.float32)
-    leaves = dict(_leaves(file, found, table))
+    leaves = dict(_leaves(found, table))
     tied = aliases(skeleton)
     params = {n: _expect(file, leaves, n, p.shape) for n, p in skeleton.named_parameters() if n not in tied}
-    return Model(skeleton, State(params), tied, skeleton.config, _tokenizer(file), file)
+    return Model(skeleton, State(params), tied, skeleton.config, _tokenizer(found), file)
 
 
-def _leaves(file: Path, found: Header, table: Architecture) -> Any:
+def _leaves(found: Header, table: Architecture) -> Iterator[tuple[str, Blocks]]:
+    file = found.file
     for name, entry in found.tensors.items():
         if name in table.outer:
             yield table.outer[name], Blocks(file, name, entry)
@@ -173,7 +175,7 @@ def _fast(file: Path) -> Header:
     metadata, _ = read_gguf_metadata(str(file))
     table = GgufHeader.from_file(str(file))
     tensors = {t.name: Entry(t.shape, t.ggml_type, table.data_start + t.offset, t.nbytes) for t in table.tensors}
-    return Header(metadata, tensors)
+    return Header(file, metadata, tensors)
 
 
 def _thorough(file: Path) -> Header:
@@ -191,7 +193,7 @@ def _thorough(file: Path) -> Header:
         t.name: Entry(tuple(int(n) for n in t.shape[::-1]), int(t.tensor_type), int(t.data_offset), int(t.n_bytes))
         for t in reader.tensors
     }
-    return Header(metadata, tensors)
+    return Header(file, metadata, tensors)
 
 
 def _llama(found: Header) -> dict[str, Any]:
@@ -200,7 +202,7 @@ def _llama(found: Header) -> dict[str, Any]:
 
     scaling = get("rope.scaling.type", "none")
     if scaling != "none":
-        raise BadInput(f"GGUF: rope scaling {scaling!r} is not read; open the original checkpoint instead")
+        raise BadInput(f"{found.file}: rope scaling {scaling!r} is not read; open the original checkpoint instead")
     heads = get("attention.head_count")
     ids = {f"{k}_token_id": found.metadata.get(f"tokenizer.ggml.{v}_token_id") for k, v in _SPECIAL.items()}
     return {
@@ -246,16 +248,19 @@ ARCHITECTURES = {
 }
 
 
-def _tokenizer(file: Path) -> Any:
+def _tokenizer(found: Header) -> Any:
+    """The tokenizer that the file describes, or None where it describes none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if "tokenizer.ggml.model" not in found.metadata:
+        return None
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
     except ImportError:
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        return AutoTokenizer.from_pretrained(found.file.parent, gguf_file=found.file.name)
     try:
-        architecture, vocabulary, settings = get_gguf_tokenizer(str(file))
-    except KeyError:  # a file without a vocabulary
-        return None
-    backend, extra = convert_gguf_tokenizer(architecture, vocabulary)
+        architecture, vocabulary, settings = get_gguf_tokenizer(str(found.file))
+        backend, extra = convert_gguf_tokenizer(architecture, vocabulary)
+    except (KeyError, ValueError) as error:
+        raise BadInput(f"{found.file}: its tokenizer cannot be read: {error}") from None
     return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **extra)

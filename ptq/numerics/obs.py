@@ -22,14 +22,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from ptq._tree import NAMESPACE, node, tree_map
+from ptq._tree import node
 from ptq.errors import BadInput, NotPositiveDefinite
-from ptq.numerics.leaves import Leaf, spread
-from ptq.numerics.projections import Facts, Projection
+from ptq.numerics import facts as table
+from ptq.numerics.facts import Facts
+from ptq.numerics.leaves import Leaf
+from ptq.numerics.projections import Projection
 from ptq.numerics.stats import accumulated
 from ptq.types import Diagonal, GramMatrix, Weight
 
@@ -42,7 +43,7 @@ class Factor:
     """`H^-1 = U'U`, held as what a sweep needs of it."""
 
     feedback: Tensor
-    """`[*e, in, in]`, below the diagonal `A_ij / A_jj` at row j, column i: what column j takes on of column i's error"""
+    """`[*e, in, in]`: `A_ij / A_jj` at row j, column i < j, is what column j takes on of the error of column i"""
     pivot: Tensor
     """`[*e, in]`: the diagonal of U; changing column j by d costs `(d / pivot_j)^2`"""
     importance: Tensor
@@ -87,7 +88,7 @@ def inverse_factor(
     if shown(importance.isfinite().all()) is False:  # no entry outgrows its row's and its column's
         raise BadInput("its Gram matrix holds NaN or infinity: input activations are not finite")
     permutation = importance.argsort(dim=-1, descending=True, stable=True) if order else None
-    h = h if permutation is None else _permuted(h, permutation)
+    h = h if permutation is None else table.selected(table.selected(h, permutation, -2), permutation, -1)
     dampings = (damp, *((damp or 1e-3) * 10.0**k for k in (1, 2, 3)))
     best = _attempt(h, damp)
     for damping in dampings[1:]:
@@ -121,12 +122,12 @@ def project(weight: Weight, projection: Projection, importance: Diagonal | None 
     w, facts = accumulated(weight), projection.fit(weight, importance)
     if projection.choose:
         pivot = w.new_ones(w.shape[-1]) if importance is None else accumulated(importance).rsqrt()
-        wide, chosen = _spread(facts, w.shape), []
+        wide, chosen = table.spread(facts, w.shape), []
         for a in range(0, w.shape[-1], projection.span):
             at = slice(a, a + projection.span)
-            chosen.append(projection.choose(_at(wide, at), w[..., at], pivot[..., at]))
-        facts = _joined(chosen)
-    values = projection.project(w, _numbers(_spread(facts, w.shape), w.dtype))
+            chosen.append(projection.choose(table.at(wide, at), w[..., at], pivot[..., at]))
+        facts = table.joined(chosen)
+    values = projection.project(w, table.numbers(table.spread(facts, w.shape), w.dtype))
     return projection.encode(values.to(weight.dtype), facts)
 
 
@@ -151,7 +152,9 @@ def sweep(weight: Weight, factor: Factor, projection: Projection) -> Leaf:
         tensor([[0.0000, 2.5000]])
     """
     if projection.choose and factor.order is not None:
-        raise BadInput("this projection decides on neighbours together and needs a factor in natural order (order=None)")
+        raise BadInput(
+            "this projection decides on neighbours together and needs a factor in natural order (order=None)"
+        )
     return _Sweep(weight, factor, projection).run()
 
 
@@ -164,7 +167,7 @@ class _Sweep:
     def __init__(self, weight: Tensor, factor: Factor, projection: Projection) -> None:
         self.weight, self.factor, self.projection = weight, factor, projection
         self.facts = projection.fit(weight, factor.importance)
-        self.span = projection.span if projection.choose else WIDTHS[-1]
+        self.span = projection.span if projection.choose else WIDTHS[1]
         self.w = _columns(weight, factor)
         self.v = self.w.clone()
         self.error = torch.empty_like(self.w)
@@ -172,10 +175,10 @@ class _Sweep:
 
     def run(self) -> Leaf:
         self.visit(0, self.w.shape[-2], _widths(self.span), iter(()))
-        values = self.v.to(self.weight.dtype).mT
+        values = self.v.to(self.weight.dtype)
         if self.factor.order is not None:
-            values = torch.take_along_dim(values, self.factor.order.argsort(-1)[..., None, :], -1)
-        return self.projection.encode(values.contiguous(), _joined(self.chosen) if self.chosen else self.facts)
+            values = table.selected(values, self.factor.order.argsort(-1), -2)
+        return self.projection.encode(values.mT.contiguous(), table.joined(self.chosen) if self.chosen else self.facts)
 
     def visit(self, start: int, stop: int, widths: Sequence[int], columns: Iterator[Facts]) -> None:
         width, *finer = widths
@@ -190,13 +193,21 @@ class _Sweep:
                 self.settle(a, b, columns)
 
     def decide(self, a: int, b: int) -> Iterator[Facts]:
-        """The facts of each column from a to b, whose weights are up to date."""
-        table = _rows(self.facts, self.factor.order, a, b, self.w.shape[-2])
+        """The facts of each column from a to b, none of which is settled."""
+        table = table.rows(self.facts, self.factor.order, a, b, self.w.shape[-2])
         if self.projection.choose:
             pivot = self.factor.pivot[..., a:b]
-            self.chosen.append(self.projection.choose(_turned(table), self.v[..., a:b, :].mT, pivot))
-            table = _turned(_spread(self.chosen[-1], (*self.weight.shape[:-1], b - a)))
-        return _unbound(_numbers(table, self.w.dtype), b - a)
+            self.chosen.append(self.projection.choose(table.turned(table), self.compensated(a, b).mT, pivot))
+            table = table.turned(table.spread(self.chosen[-1], (*self.weight.shape[:-1], b - a)))
+        return table.unbound(table.numbers(table, self.w.dtype), b - a)
+
+    def compensated(self, a: int, b: int) -> Tensor:
+        """Columns a to b as the columns before them want them, together: each also follows the moves of its neighbours.
+
+        Column j's own v assumes that those between a and j return to w; here they stay where they have moved to.
+        """
+        w, within = self.w[..., a:b, :], self.factor.feedback[..., a:b, a:b]
+        return w + torch.linalg.solve_triangular(within, self.v[..., a:b, :] - w, upper=False, unitriangular=True)
 
     def settle(self, a: int, b: int, columns: Iterator[Facts]) -> None:
         """Projects a few columns, one after the other."""
@@ -207,7 +218,9 @@ class _Sweep:
             settled.append(q)
             if i < b - a:
                 rest = b - a - i
-                v.narrow(-2, i, rest).addcmul_(feedback.narrow(-2, i, rest).narrow(-1, i - 1, 1), (before - q)[..., None, :])
+                v.narrow(-2, i, rest).addcmul_(
+                    feedback.narrow(-2, i, rest).narrow(-1, i - 1, 1), (before - q)[..., None, :]
+                )
         v.copy_(torch.stack(settled, -2))
         self.error[..., a:b, :] = w - v
 
@@ -258,10 +271,6 @@ def _alive(diagonal: Tensor) -> Tensor:
     return torch.where(diagonal == 0, 1.0, diagonal)
 
 
-def _permuted(h: Tensor, order: Tensor) -> Tensor:
-    return torch.take_along_dim(torch.take_along_dim(h, order[..., :, None], -2), order[..., None, :], -1)
-
-
 def shown(flag: Tensor) -> bool | None:
     """The flag's value, or None where values are hidden: under vmap."""
     try:
@@ -274,7 +283,7 @@ def _columns(weight: Tensor, factor: Factor) -> Tensor:
     """The weight's columns as contiguous rows, in the order of elimination, batched if either of the two is."""
     columns = accumulated(weight).mT
     if factor.order is not None:
-        columns = torch.take_along_dim(columns, factor.order[..., :, None], -2)
+        columns = table.selected(columns, factor.order, -2)
     return columns.contiguous() + torch.zeros_like(factor.pivot)[..., None]
 
 
@@ -282,46 +291,3 @@ def _widths(span: int) -> Sequence[int]:
     """Nested block widths of which one is the span: wider ones are multiples of it."""
     wider = {width - width % span for width in WIDTHS if width > span}
     return sorted(wider | {span} | {width for width in WIDTHS if width < span}, reverse=True)
-
-
-def _rows(facts: Facts, order: Tensor | None, a: int, b: int, columns: int) -> Facts:
-    """Facts of columns a to b of the elimination, a column a row: `[*e, b - a, out or 1]`."""
-
-    def rows(t: Tensor) -> Tensor:
-        at = torch.arange(a, b, device=t.device) if order is None else order[..., a:b]
-        return torch.take_along_dim(t.mT, (at * t.shape[-1] // columns)[..., None], -2)
-
-    return tree_map(rows, facts)
-
-
-def _spread(facts: Facts, shape: Sequence[int]) -> Facts:
-    """Facts that broadcast against a weight of this shape."""
-
-    def wide(t: Tensor) -> Tensor:
-        return t if t.shape[-1] in (1, shape[-1]) else spread(t, torch.Size((*t.shape[:-1], shape[-1])))
-
-    return tree_map(wide, facts)
-
-
-def _numbers(facts: Facts, dtype: torch.dtype) -> Facts:
-    """Facts to calculate with: numbers in the sweep's dtype, masks as they are."""
-    return tree_map(lambda t: t if t.dtype == torch.bool else t.to(dtype), facts)
-
-
-def _at(facts: Facts, columns: slice) -> Facts:
-    return tree_map(lambda t: t if t.shape[-1] == 1 else t[..., columns], facts)
-
-
-def _turned(facts: Facts) -> Facts:
-    return tree_map(lambda t: t.mT, facts)
-
-
-def _joined(chosen: Sequence[Facts]) -> Facts:
-    return tree_map(lambda *parts: torch.cat(parts, -1), *chosen)
-
-
-def _unbound(table: Facts, count: int) -> Iterator[Facts]:
-    """The facts of one column after the other."""
-    leaves, structure = optree.tree_flatten(table, namespace=NAMESPACE)
-    rows = [t.expand(*t.shape[:-2], count, t.shape[-1]).unbind(-2) for t in leaves]
-    return (optree.tree_unflatten(structure, [r[j] for r in rows]) for j in range(count))

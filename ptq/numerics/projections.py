@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 
 from ptq.numerics import fits
+from ptq.numerics.facts import Facts
 from ptq.numerics.leaves import Leaf, Sparse
 from ptq.numerics.patterns import NM, Pattern
 from ptq.numerics.schemes import Scheme
 from ptq.types import Diagonal, Mask, Weight
 
-Facts = Any
-"""A pytree of tensors `[*e, out or 1, k]`, where `k` divides `in`: each value serves `in / k` consecutive columns."""
-
-
 class Fitting(Protocol):
+    """Decides facts of a whole weight."""
+
     def __call__(self, w: Weight, importance: Diagonal | None) -> Facts:
         """Facts of the whole weight as it is at first, in its own dtype; `importance` is the Gram's diagonal."""
         ...
 
 
 class Choosing(Protocol):
+    """Decides facts of neighbouring columns."""
+
     def __call__(self, facts: Facts, w: Weight, pivot: Diagonal) -> Facts:
         """Facts of `span` columns, from their weights as compensated so far.
 

@@ -33,7 +33,9 @@ def fold_norms() -> Transform:
     def init(state: State, sites: Sites, **extra: Any) -> Stats:
         return {}
 
-    def apply(state: State, stats: Stats, sites: Sites, *, links: tuple[Link, ...]) -> tuple[State, Stats]:
+    def apply(
+        state: State, stats: Stats, sites: Sites, *, links: tuple[Link, ...] = (), **extra: Any
+    ) -> tuple[State, Stats]:
         for link in links:
             a = _factor(state.params, link)
             state, stats = state._replace(params=_folded(state.params, link, a)), _moved(stats, sites, link, a)
@@ -67,7 +69,9 @@ def _cast(t: Tensor, like: Leaf) -> Tensor:
 
 def _moved(stats: Stats, sites: Sites, link: Link, a: Tensor) -> Stats:
     """Statistics of the readers' inputs, which are now smaller by the factor."""
-    moved = {site for site, weights in sites.items() if site in stats and set(weights) & set(link.sinks)}
+    moved = {site for site, weights in sites.items() if set(weights) & set(link.sinks)}
+    for stranger in (w for site in moved for w in sites[site] if w not in link.sinks):
+        raise BadInput(f"{link.source}: {stranger} reads its output too and would change; link all of its readers")
 
     def move(value: Any) -> Any:
         return value.rescale(1 / a) if isinstance(value, Statistic) else value

@@ -1,0 +1,277 @@
+"""Opening models: what is found where, laziness, ties, and one line for everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import GOLDEN
+from conftest import llama_config, stock
+from ptq.errors import BadInput
+from ptq.io.compressed_tensors import Stored
+from ptq.io.hub import load, open_model
+from ptq.io.safetensors import OnDisk
+from ptq.numerics.leaves import dense
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def copied(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama that a test may damage."""
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+def rewritten(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    return directory
+
+
+def reconfigured(directory: Path, **changes: Any) -> Path:
+    config = {**json.loads((directory / "config.json").read_text()), **changes}
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return directory
+
+
+def test_logits_are_those_of_the_stock_model(tiny: Path, batches: list[torch.Tensor]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, expected = open_model(tiny), AutoModelForCausalLM.from_pretrained(tiny)
+    assert torch.equal(model(batches[0]).logits, expected(batches[0]).logits)
+    assert model.params.keys() == dict(expected.named_parameters()).keys()
+    assert list(model.params) == [n for n, _ in expected.named_parameters()]  # in the module's order
+    assert all(isinstance(leaf, OnDisk) for leaf in model.params.values())
+    assert model.aliases == expected.all_tied_weights_keys
+    assert model.source == tiny
+    assert model.tokenizer("The cat")["input_ids"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_keep_the_dtype_of_their_file(
+    dtype: torch.dtype, tmp_path: Path, batches: list[torch.Tensor]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    stock(llama_config()).to(dtype).save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda t: t.update({n: w.float() for n, w in t.items() if "norm" in n}))
+    model = open_model(tmp_path)
+    assert {leaf.dtype for n, leaf in model.params.items() if "norm" in n} == {torch.float32}
+    assert {leaf.dtype for n, leaf in model.params.items() if "norm" not in n} == {dtype}
+    assert {p.dtype for p in model.module.parameters()} == {dtype}
+    assert model.config.dtype is dtype
+    rewritten(tmp_path, lambda t: t.update({n: w.to(dtype) for n, w in t.items()}))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(batches[0]).logits
+    assert torch.equal(open_model(tmp_path)(batches[0]).logits, expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["W3A16", "W4A16_ASYM", "FP8_BLOCK"])
+def test_golden_checkpoints(checkpoint: str) -> None:
+    if checkpoint == "FP8_BLOCK":
+        with pytest.warns(UserWarning, match="also quantizes input activations"):
+            model = load(GOLDEN / checkpoint)
+    else:
+        model = load(GOLDEN / checkpoint)
+    assert sum(isinstance(leaf, Stored) for leaf in model.params.values()) == 14
+    assert not hasattr(model.config, "quantization_config")
+    known = load_file(GOLDEN / "logits" / f"{checkpoint}.safetensors")
+    logits = model(known["input_ids"]).logits
+    near, far = ((logits - known[key]).abs().max() for key in ("logits_dequantize", "base_logits"))
+    assert near < 2e-2  # computed in bfloat16, perhaps by another kernel
+    assert far > 2 * near + 1e-3
+
+
+def test_opening_reads_no_weight(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    stored = OnDisk.load
+
+    def watched(leaf: OnDisk) -> torch.Tensor:
+        read.append(leaf.name)
+        return stored(leaf)
+
+    monkeypatch.setattr(OnDisk, "load", watched)
+    model = open_model(tiny_llama)
+    compressed = open_model(GOLDEN / "W3A16")
+    assert {name.rpartition(".")[2] for name in read} == {"weight_shape"}
+    dense(model.params["model.norm.weight"])
+    dense(compressed.params["model.norm.weight"])
+    assert read[-2:] == ["model.norm.weight"] * 2
+
+
+def test_persistent_buffers_come_from_the_file(tmp_path: Path) -> None:
+    from transformers import DeepseekV3Config
+
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    routed = {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 0,
+    }
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 16}
+    reference = stock(DeepseekV3Config(**sizes, **heads, **latent, **routed))
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    reference.get_buffer(name).copy_(torch.tensor([3.0, -1.0, 0.5, 0.0]))
+    reference.save_pretrained(tmp_path)
+    model, ids = open_model(tmp_path), torch.randint(96, (2, 8))
+    assert torch.equal(model.module.get_buffer(name), reference.get_buffer(name))
+    assert torch.equal(model(ids).logits, reference(ids).logits)
+
+
+# Ties
+
+
+def test_a_file_with_the_head_only_is_tied(tmp_path: Path, batches: list[torch.Tensor]) -> None:
+    reference = stock(llama_config(tie_word_embeddings=True))
+    reference.save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    model = open_model(tmp_path)
+    assert model.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert torch.equal(model(batches[0]).logits, reference(batches[0]).logits)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_file_with_both_is_tied_when_they_are_equal(apart: bool, tmp_path: Path, batches: list[torch.Tensor]) -> None:
+    stock(llama_config(tie_word_embeddings=True)).save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + float(apart)}))
+    from transformers import AutoModelForCausalLM
+
+    model = open_model(tmp_path)
+    assert bool(model.aliases) != apart
+    assert ("lm_head.weight" in model.params) == apart
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(batches[0]).logits
+    assert torch.equal(model(batches[0]).logits, expected)
+
+
+# Classes, tokenizers, hub
+
+
+def test_a_config_without_architectures_is_a_causal_model(copied: Path) -> None:
+    assert type(open_model(reconfigured(copied, architectures=None)).module).__name__ == "LlamaForCausalLM"
+
+
+def test_the_class_that_the_config_names(copied: Path) -> None:
+    model = open_model(reconfigured(copied, architectures=["LlamaModel"]))
+    assert type(model.module).__name__ == "LlamaModel"
+    assert "layers.0.mlp.up_proj.weight" in model.params
+
+
+def test_code_that_comes_with_a_model_runs_only_when_trusted(
+    copied: Path, batches: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # the library adds its cache to it
+    plain = open_model(copied)(batches[0]).logits
+    (copied / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        "    def forward(self, *a, **k):\n        out = super().forward(*a, **k)\n        out.logits = out.logits + 1\n"
+        "        return out\n"
+    )
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    reconfigured(copied, architectures=["OwnModel"], model_type="own", auto_map=auto)
+    assert torch.equal(open_model(copied, trust_remote_code=True)(batches[0]).logits, plain + 1)
+    with pytest.raises(BadInput, match="trust_remote_code") as caught:
+        open_model(copied)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_without_a_tokenizer(copied: Path) -> None:
+    for file in copied.glob("tokenizer*"):
+        file.unlink()
+    assert open_model(copied).tokenizer is None
+
+
+def test_a_hub_id_is_downloaded_without_other_weights(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def snapshot(name: str, ignore_patterns: list[str]) -> str:
+        asked.append((name, "*.bin" in ignore_patterns))
+        return str(tiny_llama)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert open_model("owner/name-1.0").source == tiny_llama
+    assert asked == [("owner/name-1.0", True)]
+
+
+def test_a_hub_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def snapshot(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("no connection\nand nothing in the cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(BadInput, match=r"^owner/name: no such directory, .*: no connection and nothing in the cache$"):
+        open_model("owner/name")
+
+
+# Bad input
+
+
+def damaged(change: Callable[[Path], Any]) -> Callable[[Path], Path]:
+    def apply(directory: Path) -> Path:
+        change(directory)
+        return directory
+
+    return apply
+
+
+def shorter(directory: Path) -> None:
+    file = directory / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d / "nothing", "no such file or directory"),
+        (lambda d: d / "config.json", r"expected a directory or a \.gguf file"),
+        (damaged(lambda d: (d / "config.json").unlink()), "not a model directory: no config.json"),
+        (damaged(lambda d: (d / "config.json").write_text("{")), r"config\.json: not a JSON file"),
+        (damaged(lambda d: (d / "config.json").write_text("[]")), r"config\.json: holds list"),
+        (damaged(lambda d: (d / "config.json").write_text("{}")), r"config\.json: no model_type"),
+        (lambda d: reconfigured(d, model_type="nonesuch"), r"config\.json: .*nonesuch"),
+        (lambda d: reconfigured(d, quantization_config={"quant_method": "gptq"}), "quantized by 'gptq'"),
+        (damaged(lambda d: (d / WEIGHTS).unlink()), r"no model\.safetensors"),
+        (damaged(shorter), r"model\.safetensors: truncated"),
+        (
+            lambda d: rewritten(d, lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),
+            r"no tensor model\.layers\.1\.mlp\.up_proj\.weight",
+        ),
+        (
+            lambda d: rewritten(d, lambda t: t.update({"model.norm.weight": torch.ones(63)})),
+            r"model\.norm\.weight: got shape \(63,\), expected \(64,\)",
+        ),
+        (damaged(lambda d: (d / "tokenizer.json").write_text("{")), "Tokenizer cannot read it"),
+    ],
+    ids="missing file no-config config-cut list no-type type method no-weights truncated tensor shape tokenizer".split(),
+)
+def test_bad_input_is_one_line_that_names_the_place(copied: Path, change: Callable[[Path], Path], message: str) -> None:
+    open_model(copied)
+    with pytest.raises(BadInput, match=message) as caught:
+        open_model(change(copied))
+    assert str(copied) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_that_nobody_has_is_named(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING", {})
+    with pytest.raises(BadInput, match="transformers has no class NoSuchModel"):
+        open_model(reconfigured(copied, architectures=["NoSuchModel"]))
+
+
+def test_load_is_for_directories(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such directory"):
+        load(tmp_path / "owner" / "name")
