@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -197,20 +197,8 @@ def _check_all(check: Callable[[Leaf], None], leaves: Mapping[str, Leaf]) -> Non
         raise BadInput("; ".join(f"{', '.join(weights)}: {reason}" for reason, weights in refused.items()))
 
 
-def _check_all(check: Callable[[Leaf], None], params: Params) -> None:
-    """One refusal for all weights that cannot be taken, those with the same trouble together."""
-    troubles: dict[str, list[str]] = {}
-    for weight, leaf in params.items():
-        try:
-            check(oriented(leaf))
-        except BadInput as error:
-            troubles.setdefault(str(error), []).append(weight)
-    if troubles:
-        raise BadInput("; ".join(f"{', '.join(names)}: {trouble}" for trouble, names in troubles.items()))
-
-
 @contextmanager
-def _naming(weight: str) -> Iterator[None]:
+def _naming(weight: str) -> Generator[None, None, None]:
     """Says where it happened: numerics know no names."""
     try:
         yield

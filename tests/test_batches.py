@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CONFIGS, stock
 from hypothesis import given, strategies as st
 from torch import nn
 
+from conftest import CONFIGS, stock
 from ptq.errors import BadInput
 from ptq.models.skeleton import from_module
 from ptq.pipeline.batches import micro_batches, row_mask, rows

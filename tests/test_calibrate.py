@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, stock
 from torch import Tensor
 
+from conftest import CONFIGS, stock
 from ptq.base import Stats
 from ptq.errors import BadInput
 from ptq.models.call import merge_stats, observe

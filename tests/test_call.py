@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS, stock
 from torch import Tensor, nn
 
+from conftest import CONFIGS, stock
 from ptq.base import State
 from ptq.models.call import as_module, call, merge_stats, observe
 from ptq.models.skeleton import from_module

@@ -54,6 +54,7 @@ def test_logits_are_those_of_the_stock_model(tiny: Path, batches: list[torch.Ten
     assert model.aliases == expected.all_tied_weights_keys
     assert model.source == tiny
     assert model.tokenizer("The cat")["input_ids"]
+    assert model.module.generation_config.to_dict() == expected.generation_config.to_dict()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -88,6 +89,14 @@ def test_golden_checkpoints(checkpoint: str) -> None:
     near, far = ((logits - known[key]).abs().max() for key in ("logits_dequantize", "base_logits"))
     assert near < 2e-2  # computed in bfloat16, perhaps by another kernel
     assert far > 2 * near + 1e-3
+
+
+def test_the_old_place_of_the_quantization_config(tmp_path: Path) -> None:
+    old = Path(shutil.copytree(GOLDEN / "W3A16", tmp_path / "old"))
+    config = json.loads((old / "config.json").read_text())
+    reconfigured(old, quantization_config=None, compression_config=config["quantization_config"])
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(dense(load(old).params[name]), dense(load(GOLDEN / "W3A16").params[name]))
 
 
 def test_opening_reads_no_weight(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +265,21 @@ def shorter(directory: Path) -> None:
         ),
         (damaged(lambda d: (d / "tokenizer.json").write_text("{")), "Tokenizer cannot read it"),
     ],
-    ids="missing file no-config config-cut list no-type type method no-weights truncated tensor shape tokenizer".split(),
+    ids=[
+        "missing",
+        "file",
+        "no-config",
+        "config-cut",
+        "list",
+        "no-type",
+        "type",
+        "method",
+        "no-weights",
+        "truncated",
+        "tensor",
+        "shape",
+        "tokenizer",
+    ],
 )
 def test_bad_input_is_one_line_that_names_the_place(copied: Path, change: Callable[[Path], Path], message: str) -> None:
     open_model(copied)

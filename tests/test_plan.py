@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CONFIGS, stock
 from torch import Tensor, nn
 
+from conftest import CONFIGS, stock
 from ptq.base import Transform, chain, identity, leafwise, partition, targets
 from ptq.errors import BadInput, NoMatch
 from ptq.models.model import Model

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CONFIGS, stock
 from torch import nn
 
+from conftest import CONFIGS, stock
 from ptq.models.probe import blocks, probe
 from ptq.models.skeleton import from_module
 

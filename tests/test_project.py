@@ -20,7 +20,7 @@ def test_importing_loads_nothing_heavy() -> None:
 
 
 def test_public_names_resolve_and_are_documented() -> None:
-    names = dir(ptq)
+    names = [name for name in dir(ptq) if name != "jaxtyping"]  # which the test run's import hook adds
     assert {"chain", "gptq", "compress", "save", "load"} <= set(names)
     undocumented = [n for n in names if not (getattr(ptq, n).__doc__ or n == "identity")]
     assert undocumented == []

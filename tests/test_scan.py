@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCABULARY, stock
 from torch import Tensor, nn
 
+from conftest import CONFIGS, VOCABULARY, stock
 from ptq.base import State, Transform, chain, leafwise, targets
 from ptq.errors import BadInput
 from ptq.models.call import merge_stats, observe
@@ -156,6 +156,26 @@ def test_blocks_come_in_reading_order_and_make_up_the_model(family: str) -> None
     assert sorted(n for b in blocks for n in b.state.params) == sorted(model.params)
     assert [bool(b.report["weights"]) for b in blocks] == [False, True, True, False]
     assert list(run.model.params) == list(model.params)
+
+
+def test_a_streamed_run_gives_the_same_blocks_and_keeps_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Kept(scan.Weights):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(scan, "Weights", Kept)
+    model, data = model_of(family), ragged()
+    kept = compress(model, data, SHRINK, **FLOAT).model.params
+    run = compress(model, data, SHRINK, **FLOAT)
+    for block in run.stream():
+        assert all(torch.equal(dense(leaf), dense(kept[n])) for n, leaf in block.state.params.items())
+        held = {n for n, leaf in made[-1].params.items() if leaf is not model.params[n]}
+        assert held <= set(block.state.params)  # no block before it
+    with pytest.raises(BadInput, match="streamed"):
+        run.model  # noqa: B018
 
 
 def test_the_report_has_every_weight_with_its_error() -> None:

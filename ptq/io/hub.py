@@ -13,6 +13,7 @@ from torch import nn
 from ptq.base import State
 from ptq.errors import BadInput
 from ptq.io.compressed_tensors import collected
+from ptq.io.quantization_config import KEYS
 from ptq.io.safetensors import OnDisk, headers, read_json
 from ptq.models.model import Model
 from ptq.models.naming import Reading, assigned, names_in_files, read
@@ -56,19 +57,23 @@ def open_model(path: str | Path, trust_remote_code: bool = False) -> Model:
 
 def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     """Opens a model directory; see `open_model`. Compressed parameters stay compressed and are decoded when used."""
+    from transformers import GenerationConfig
+
     where = Path(path).expanduser()
     if not (where / "config.json").is_file():
         what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
         raise BadInput(f"{where}: {what}")
     config = _config(where, trust_remote_code)
-    quantization = vars(config).pop("quantization_config", None)
+    quantization = [vars(config).pop(key, None) for key in KEYS]
     entries = headers(where)
-    dtype = checkpoint_dtype(leaf for leaf in entries.values() if leaf.dtype.itemsize > 1)
+    dtype = checkpoint_dtype(entries.values())
     skeleton = from_config(_model_class(config, where, trust_remote_code), config, dtype)
-    reading = read(skeleton, joined(skeleton, entries, quantization, dtype, where))
+    reading = read(skeleton, joined(skeleton, entries, next(filter(None, quantization), None), dtype, where))
     remember_conversions(skeleton, reading.conversions)
     params, tied = _parameters(skeleton, reading, where)
     set_buffers(skeleton, {n: dense(reading.leaves[n]) for n, _ in skeleton.named_buffers() if n in reading.leaves})
+    if (where / "generation_config.json").is_file() and hasattr(skeleton, "generation_config"):
+        skeleton.generation_config = GenerationConfig.from_pretrained(where)
     tokenizer = _tokenizer(where, trust_remote_code)
     return Model(skeleton, State(params), tied, skeleton.config, tokenizer, where)  # type: ignore[arg-type]  # nn.Module types every attribute as a module
 

@@ -16,6 +16,10 @@ from ptq.errors import BadInput
 VERSION = "0.20.1"  # the compressed-tensors whose layout is written; 0.18 changed how 3, 5, 6 and 7 bits are packed
 
 
+KEYS = ("quantization_config", "compression_config")
+"""where a config has it, the old name last"""
+
+
 class Args(NamedTuple):
     """How the weights of some modules are stored."""
 

@@ -185,10 +185,12 @@ def _carry_files(model: Model, directory: Path) -> None:
     """Files of the source that are no weights; what a source without files lacks is made from the model."""
     if model.source is not None and model.source.is_dir():
         for entry in sorted(model.source.iterdir()):
-            if entry.is_file() and not _is_weights(entry) and entry.name != "config.json":
+            if entry.name.startswith(".") or entry in (directory, model.source / "config.json"):
+                continue
+            if entry.is_file() and not _is_weights(entry):
                 shutil.copyfile(entry, directory / entry.name)
             # A folder with weights in it is another checkpoint, perhaps the one that is being written.
-            elif entry.is_dir() and entry != directory and not any(map(_is_weights, entry.rglob("*"))):
+            elif entry.is_dir() and not any(map(_is_weights, entry.rglob("*"))):
                 shutil.copytree(entry, directory / entry.name)
     elif model.tokenizer is not None:
         model.tokenizer.save_pretrained(directory)
@@ -198,5 +200,4 @@ def _carry_files(model: Model, directory: Path) -> None:
 
 
 def _is_weights(file: Path) -> bool:
-    """Whether a file is weights, their index, or hidden and so not the model's."""
-    return file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json") or file.name.startswith(".")
+    return file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json")

@@ -10,7 +10,7 @@ from torch import nn
 
 from ptq.io.compressed_tensors import FORMATS, Stored, arguments, default_format, encoded, zeroed
 from ptq.io.hub import joined
-from ptq.io.quantization_config import Args
+from ptq.io.quantization_config import KEYS, Args
 from ptq.io.safetensors import ShardWriter, headers, read_json
 from ptq.models.model import Model
 from ptq.models.naming import joint, names_in_files, read, written
@@ -41,7 +41,8 @@ class Writer:
         self.modules: dict[Args, list[str]] = {}  # names in the checkpoint, by how they are stored
         self.notes: dict[str, str] = {}
         self.by_class = True
-        """whether every linear of the checkpoint that is not ignored is compressed, experts too"""
+        """whether a class says what is compressed: all linears that are not ignored, experts too, and no head"""
+        self._head: Any = getattr(model.module, "get_output_embeddings", lambda: None)()
         shapes = {name: leaf.shape for name, leaf in model.params.items()}
         tied = {alias: shapes[name] for alias, name in model.aliases.items()}
         self._files = names_in_files(model.module, shapes | tied)
@@ -96,11 +97,12 @@ class Writer:
         made = written(self.model.module, group)
         name = next(iter(group))
         pieces = len(made) > len(group)  # a stack of experts, each a linear in the checkpoint
-        linear = isinstance(self.model.module.get_submodule(name.rpartition(".")[0]), nn.Linear)
+        owner = self.model.module.get_submodule(name.rpartition(".")[0])
         for file, leaf in made.items():
-            loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (linear or pieces)
+            loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (isinstance(owner, nn.Linear) or pieces)
             packed = self._write_leaf(file, leaf, name, loadable)
-            self.by_class &= packed or not pieces
+            # A class reaches experts that are dense here, and in some engines no head.
+            self.by_class &= owner is not self._head if packed else not pieces
 
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> bool:
         """Writes the tensors of a leaf; returns whether they are compressed."""
@@ -145,7 +147,7 @@ def _unused(model: Model) -> dict[str, Leaf]:
     if model.source is None or not model.source.is_dir():
         return {}
     entries = headers(model.source)
-    dtype = checkpoint_dtype(leaf for leaf in entries.values() if leaf.dtype.itemsize > 1)
-    quantization = read_json(model.source / "config.json").get("quantization_config")
-    leaves = joined(model.module, entries, quantization, dtype, model.source)
+    config = read_json(model.source / "config.json")
+    quantization = next(filter(None, map(config.get, KEYS)), None)
+    leaves = joined(model.module, entries, quantization, checkpoint_dtype(entries.values()), model.source)
     return {name: leaves[name] for name in read(model.module, leaves).unused}

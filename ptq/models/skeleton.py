@@ -120,14 +120,14 @@ def set_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def checkpoint_dtype(leaves: Iterable[Any]) -> torch.dtype:
-    """The floating dtype that most values have: what a model of these leaves is loaded in.
+    """The floating dtype, of 16 bits at least, that most values have: what a model of these leaves is loaded in.
 
     >>> checkpoint_dtype([torch.ones(3, dtype=torch.bfloat16), torch.ones(2)])
     torch.bfloat16
     """
     count: Counter[torch.dtype] = Counter()
     for leaf in leaves:
-        if leaf.dtype.is_floating_point:
+        if leaf.dtype.is_floating_point and leaf.dtype.itemsize > 1:
             count[leaf.dtype] += leaf.shape.numel()
     return count.most_common(1)[0][0] if count else torch.float32
 

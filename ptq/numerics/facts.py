@@ -16,16 +16,16 @@ Facts = Any
 """A pytree of tensors `[*e, out or 1, k]`, where `k` divides `in`: each value serves `in / k` consecutive columns."""
 
 
-def rows(facts: Facts, order: Tensor | None, a: int, b: int, columns: int) -> Facts:
-    """Facts of columns a to b of the elimination, a column a row: `[*e, b - a, out or 1]`."""
+def rows(facts: Facts, order: Tensor | None, block: slice, columns: int) -> Facts:
+    """Facts of a block of columns, a column a row: `[*e, block, out or 1]`; `order` says which columns these are."""
 
-    def rows(t: Tensor) -> Tensor:
+    def select(t: Tensor) -> Tensor:
         if t.shape[-1] == 1:
             return t.mT
-        at = torch.arange(a, b, device=t.device) if order is None else order[..., a:b]
+        at = torch.arange(block.start, block.stop, device=t.device) if order is None else order[..., block]
         return selected(t.mT, at * t.shape[-1] // columns, -2)
 
-    return tree_map(rows, facts)
+    return tree_map(select, facts)
 
 
 def spread(facts: Facts, shape: Sequence[int]) -> Facts:
@@ -42,11 +42,6 @@ def numbers(facts: Facts, dtype: torch.dtype) -> Facts:
     return tree_map(lambda t: t if t.dtype == torch.bool else t.to(dtype), facts)
 
 
-def at(facts: Facts, columns: slice) -> Facts:
-    """Spread facts of some columns."""
-    return tree_map(lambda t: t if t.shape[-1] == 1 else t[..., columns], facts)
-
-
 def turned(facts: Facts) -> Facts:
     """Rows for columns and columns for rows."""
     return tree_map(lambda t: t.mT, facts)
@@ -57,17 +52,18 @@ def joined(chosen: Sequence[Facts]) -> Facts:
     return tree_map(lambda *parts: torch.cat(parts, -1), *chosen)
 
 
-def unbound(table: Facts, count: int) -> Iterator[Facts]:
-    """The facts of one column after the other."""
-    leaves, structure = optree.tree_flatten(table, namespace=NAMESPACE)
-    rows = [t.expand(*t.shape[:-2], count, t.shape[-1]).unbind(-2) for t in leaves]
-    return (optree.tree_unflatten(structure, [r[j] for r in rows]) for j in range(count))
+def unbound(facts: Facts, count: int) -> Iterator[Facts]:
+    """Rows of facts, one column after the other."""
+    leaves, structure = optree.tree_flatten(facts, namespace=NAMESPACE)
+    columns = [t.expand(*t.shape[:-2], count, t.shape[-1]).unbind(-2) for t in leaves]
+    return (optree.tree_unflatten(structure, [t[j] for t in columns]) for j in range(count))
 
 
 def selected(t: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Rows (dim -2) or columns (-1) of each matrix of a stack, by each stack's own index."""
+    """Rows (dim -2) or columns (-1) of a matrix, or of each matrix of a stack by an index of its own."""
     if index.ndim == 1:
         return t.index_select(dim, index)
-    wide = index[..., :, None] if dim == -2 else index[..., None, :]
-    other = t.shape[-1] if dim == -2 else t.shape[-2]
-    return t.gather(dim, wide.expand(*index.shape, other) if dim == -2 else wide.expand(*index.shape[:-1], other, -1))
+    if dim == -1:
+        return selected(t.mT, index, -2).mT
+    *e, count = index.shape
+    return t.expand(*e, *t.shape[-2:]).gather(-2, index[..., None].expand(*e, count, t.shape[-1]))

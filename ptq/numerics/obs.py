@@ -9,9 +9,9 @@ Let `A = U^-1`, so `H = A A'` and A is the flipped Cholesky factor of the flippe
 
     v_j = w_j + sum_{i < j} (w_i - q_i) A_ij / A_jj
 
-so the sweep needs A alone, and neither an inverse nor a triangular solve is ever made: a third of the usual flops, and
-no loss of digits in badly conditioned layers. That v_j reads finished columns only (it is "left-looking") also lets
-several columns be brought up to date by one matrix product, at several block widths at once.
+so the sweep needs A alone: no inverse of H is formed and no triangular system of its size is solved, which takes a
+third of the flops and loses no digits in badly conditioned layers. v_j reads settled columns only ("left-looking"), so
+one matrix product can bring many columns up to date, at several block widths.
 
 Reference: Hassibi and Stork 1992; Frantar and Alistarh 2022 (arXiv 2208.11580) and 2023 (2301.00774, 2210.17323);
 the feedback form is theorem 6 of Chee et al. 2023 (QuIP, 2307.13304).
@@ -27,8 +27,7 @@ from torch import Tensor
 
 from ptq._tree import node
 from ptq.errors import BadInput, NotPositiveDefinite
-from ptq.numerics import facts as table
-from ptq.numerics.facts import Facts
+from ptq.numerics.facts import Facts, joined, numbers, rows, selected, spread, turned, unbound
 from ptq.numerics.leaves import Leaf
 from ptq.numerics.projections import Projection
 from ptq.numerics.stats import accumulated
@@ -88,7 +87,7 @@ def inverse_factor(
     if shown(importance.isfinite().all()) is False:  # no entry outgrows its row's and its column's
         raise BadInput("its Gram matrix holds NaN or infinity: input activations are not finite")
     permutation = importance.argsort(dim=-1, descending=True, stable=True) if order else None
-    h = h if permutation is None else table.selected(table.selected(h, permutation, -2), permutation, -1)
+    h = h if permutation is None else selected(selected(h, permutation, -2), permutation, -1)
     dampings = (damp, *((damp or 1e-3) * 10.0**k for k in (1, 2, 3)))
     best = _attempt(h, damp)
     for damping in dampings[1:]:
@@ -122,12 +121,13 @@ def project(weight: Weight, projection: Projection, importance: Diagonal | None 
     w, facts = accumulated(weight), projection.fit(weight, importance)
     if projection.choose:
         pivot = w.new_ones(w.shape[-1]) if importance is None else accumulated(importance).rsqrt()
-        wide, chosen = table.spread(facts, w.shape), []
+        facts, fitted = [], facts
         for a in range(0, w.shape[-1], projection.span):
-            at = slice(a, a + projection.span)
-            chosen.append(projection.choose(table.at(wide, at), w[..., at], pivot[..., at]))
-        facts = table.joined(chosen)
-    values = projection.project(w, table.numbers(table.spread(facts, w.shape), w.dtype))
+            at = slice(a, min(a + projection.span, w.shape[-1]))
+            known = turned(rows(fitted, None, at, w.shape[-1]))
+            facts.append(projection.choose(known, w[..., at], pivot[..., at]))
+        facts = joined(facts)
+    values = projection.project(w, numbers(spread(facts, w.shape), w.dtype))
     return projection.encode(values.to(weight.dtype), facts)
 
 
@@ -161,7 +161,9 @@ def sweep(weight: Weight, factor: Factor, projection: Projection) -> Leaf:
 class _Sweep:
     """One pass over the columns, held as contiguous rows `[*e, in, out]` in the order of elimination.
 
-    Invariant of `visit`: before it touches columns a to b they have taken on the errors of all columns before a.
+    Blocks of columns are nested, wide ones first. When one is reached, it takes on all errors before it that the blocks
+    around it have not taken on yet: one product for many columns. Only inside the narrowest ones do errors go from
+    column to column.
     """
 
     def __init__(self, weight: Tensor, factor: Factor, projection: Projection) -> None:
@@ -174,55 +176,59 @@ class _Sweep:
         self.chosen: list[Facts] = []
 
     def run(self) -> Leaf:
-        self.visit(0, self.w.shape[-2], _widths(self.span), iter(()))
-        values = self.v.to(self.weight.dtype)
-        if self.factor.order is not None:
-            values = table.selected(values, self.factor.order.argsort(-1), -2)
-        return self.projection.encode(values.mT.contiguous(), table.joined(self.chosen) if self.chosen else self.facts)
+        self.visit(slice(0, self.w.shape[-2]), _widths(self.span), iter(()))
+        values, order = self.v.to(self.weight.dtype), self.factor.order
+        values = values if order is None else selected(values, order.argsort(-1), -2)
+        return self.projection.encode(values.mT.contiguous(), joined(self.chosen) if self.chosen else self.facts)
 
-    def visit(self, start: int, stop: int, widths: Sequence[int], columns: Iterator[Facts]) -> None:
+    def visit(self, outer: slice, widths: Sequence[int], facts: Iterator[Facts]) -> None:
         width, *finer = widths
-        for a in range(start, stop, width):
-            b = min(a + width, stop)
-            if a > start:
-                self.v[..., a:b, :].add_(self.factor.feedback[..., a:b, start:a] @ self.error[..., start:a, :])
-            columns = self.decide(a, b) if width == self.span else columns
+        for a in range(outer.start, outer.stop, width):
+            block, before = slice(a, min(a + width, outer.stop)), slice(outer.start, a)
+            if a > outer.start:
+                self.v[..., block, :].add_(self.factor.feedback[..., block, before] @ self.error[..., before, :])
+            facts = self.decide(block) if width == self.span else facts
             if finer:
-                self.visit(a, b, finer, columns)
+                self.visit(block, finer, facts)
             else:
-                self.settle(a, b, columns)
+                self.settle(block, facts)
 
-    def decide(self, a: int, b: int) -> Iterator[Facts]:
-        """The facts of each column from a to b, none of which is settled."""
-        table = table.rows(self.facts, self.factor.order, a, b, self.w.shape[-2])
+    def decide(self, block: slice) -> Iterator[Facts]:
+        """Facts of each column of a block that has taken on all errors before it."""
+        known = rows(self.facts, self.factor.order, block, self.w.shape[-2])
         if self.projection.choose:
-            pivot = self.factor.pivot[..., a:b]
-            self.chosen.append(self.projection.choose(table.turned(table), self.compensated(a, b).mT, pivot))
-            table = table.turned(table.spread(self.chosen[-1], (*self.weight.shape[:-1], b - a)))
-        return table.unbound(table.numbers(table, self.w.dtype), b - a)
+            w, pivot = self.compensated(block).mT, self.factor.pivot[..., block]
+            self.chosen.append(self.projection.choose(turned(known), w, pivot))
+            known = turned(spread(self.chosen[-1], w.shape))
+        return unbound(numbers(known, self.w.dtype), block.stop - block.start)
 
-    def compensated(self, a: int, b: int) -> Tensor:
-        """Columns a to b as the columns before them want them, together: each also follows the moves of its neighbours.
+    def compensated(self, block: slice) -> Tensor:
+        """Columns as those before them want them together, each following the moves of its neighbours.
 
-        Column j's own v assumes that those between a and j return to w; here they stay where they have moved to.
+        Column j's own v takes the columns between the block's start and j to be at w. Here they stay where they moved:
+        with moves `m = x - w`, `m_j = v_j - w_j - sum_i m_i A_ij / A_jj`.
         """
-        w, within = self.w[..., a:b, :], self.factor.feedback[..., a:b, a:b]
-        return w + torch.linalg.solve_triangular(within, self.v[..., a:b, :] - w, upper=False, unitriangular=True)
+        w, within = self.w[..., block, :], self.factor.feedback[..., block, block]
+        one = torch.eye(within.shape[-1], dtype=w.dtype, device=w.device)
+        moves = torch.linalg.solve_triangular(within, one, upper=False, unitriangular=True)
+        return w + moves @ (self.v[..., block, :] - w)
 
-    def settle(self, a: int, b: int, columns: Iterator[Facts]) -> None:
-        """Projects a few columns, one after the other."""
-        v, w, feedback = self.v[..., a:b, :], self.w[..., a:b, :], self.factor.feedback[..., a:b, a:b]
-        settled: list[Tensor] = []
-        for i, (now, before, facts) in enumerate(zip(v.unbind(-2), w.unbind(-2), columns), start=1):
-            q = self.projection.project(now, facts).to(self.weight.dtype).to(w.dtype)
-            settled.append(q)
-            if i < b - a:
-                rest = b - a - i
-                v.narrow(-2, i, rest).addcmul_(
-                    feedback.narrow(-2, i, rest).narrow(-1, i - 1, 1), (before - q)[..., None, :]
-                )
-        v.copy_(torch.stack(settled, -2))
-        self.error[..., a:b, :] = w - v
+    def settle(self, block: slice, facts: Iterator[Facts]) -> None:
+        """Projects a block's columns one after the other."""
+        v, w, feedback = self.v[..., block, :], self.w[..., block, :], self.factor.feedback[..., block, block]
+        values: list[Tensor] = []
+        for i, (now, first, known) in enumerate(zip(v.unbind(-2), w.unbind(-2), facts, strict=False), start=1):
+            values.append(self.stored(self.projection.project(now, known)))
+            rest = v.shape[-2] - i
+            if rest:
+                taken = feedback.narrow(-2, i, rest).narrow(-1, i - 1, 1)
+                v.narrow(-2, i, rest).addcmul_(taken, (first - values[-1]).unsqueeze(-2))
+        v.copy_(torch.stack(values, -2))
+        self.error[..., block, :] = w - v
+
+    def stored(self, values: Tensor) -> Tensor:
+        """Values as a loader will see them."""
+        return values if self.weight.dtype == self.w.dtype else values.to(self.weight.dtype).to(self.w.dtype)
 
 
 class _Attempt(NamedTuple):
@@ -283,7 +289,7 @@ def _columns(weight: Tensor, factor: Factor) -> Tensor:
     """The weight's columns as contiguous rows, in the order of elimination, batched if either of the two is."""
     columns = accumulated(weight).mT
     if factor.order is not None:
-        columns = table.selected(columns, factor.order, -2)
+        columns = selected(columns, factor.order, -2)
     return columns.contiguous() + torch.zeros_like(factor.pivot)[..., None]
 
 

@@ -21,6 +21,7 @@ from ptq.numerics.patterns import NM, Pattern
 from ptq.numerics.schemes import Scheme
 from ptq.types import Diagonal, Mask, Weight
 
+
 class Fitting(Protocol):
     """Decides facts of a whole weight."""
 
@@ -93,9 +94,10 @@ def affine(scheme: Scheme, fit: fits.Fit = "minmax", refresh: bool = False) -> P
         return (grid.round(w / scale + zero) - zero) * scale
 
     def encode(values: Tensor, facts: Facts) -> Leaf:
-        groups = scheme.tiles(values.shape)[1]
-        scale, zero = (None if t is None else t[..., :: t.shape[-1] // groups].contiguous() for t in facts)
-        return fits.quantize(values, scale, zero, grid)
+        scale, zero = facts
+        every = scale.shape[-1] // scheme.tiles(values.shape)[1]  # a span may have said it more than once a group
+        zero = None if zero is None else zero[..., ::every].contiguous()
+        return fits.quantize(values, scale[..., ::every].contiguous(), zero, grid)
 
     def choose(facts: Facts, w: Weight, pivot: Diagonal) -> Facts:
         return fits.fit(w, scheme, method, pivot.square().reciprocal(), facts[0].dtype)

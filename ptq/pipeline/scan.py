@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -52,7 +52,7 @@ class Run:
         self._kept: Params | None = {}
         self._size = Size()
         self._head = {"recipe": recipe, "seed": seed, "versions": versions()}
-        self._blocks = _stages(plan, batches, seed, how)
+        self._blocks = _stages(plan, batches, seed, how, self._finish)
         self._seconds = 0.0
 
     def __iter__(self) -> Self:
@@ -89,6 +89,12 @@ class Run:
     def report(self) -> dict[str, Any]:
         """What was done so far: per block, per weight, and in total."""
         return {**self._head, "blocks": list(self._reports), "totals": totals(self._size, self._seconds)}
+
+    def _finish(self, weights: Weights, segment: Segment) -> None:
+        """After a block was taken: a streaming run lets go of what no forward will read again."""
+        if self._kept is None:
+            shared = set(self.start.aliases.values())
+            weights.release(n for n in segment.params if n not in shared and self.plan.trace.reads.get(n, 0) <= 1)
 
     def close(self) -> None:
         self._blocks.close()
@@ -163,22 +169,27 @@ def _needs_data(member: Member) -> bool:
     return member.transform.kind == "reparam" or any(member.kinds.values())
 
 
-def _stages(plan: Plan, batches: Sequence[Batch], seed: int, how: Place) -> Generator[Block]:
+Finish = Callable[[Weights, Segment], None]
+"""called when a finished block was taken and no micro-batch will meet it again"""
+
+
+def _stages(plan: Plan, batches: Sequence[Batch], seed: int, how: Place, finish: Finish) -> Generator[Block]:
     """All stages; only the last one's blocks are finished and come out."""
     weights = Weights(plan.model.params, plan.trace.transposed, how.dtype, how.device)
     stages = plan.stages or ((),)
     for members in stages[:-1]:
-        for _ in _scan(plan, members, batches, weights, seed):
+        for _ in _scan(plan, members, batches, weights, seed, lambda *_: None):
             pass
-    yield from _scan(plan, stages[-1], batches, weights, seed)
+    yield from _scan(plan, stages[-1], batches, weights, seed, finish)
 
 
 def _scan(
-    plan: Plan, members: Sequence[Member], batches: Sequence[Batch], weights: Weights, seed: int
+    plan: Plan, members: Sequence[Member], batches: Sequence[Batch], weights: Weights, seed: int, finish: Finish
 ) -> Iterator[Block]:
     """One stage over the model: a clock around each segment, whichever way it is worked on."""
     runner = BlockRunner(plan, members, batches, weights, seed)
-    steps = _spined(plan, batches, weights, runner) if any(map(_needs_data, members)) else _dataless(plan, runner)
+    forward = any(map(_needs_data, members))
+    steps = _spined(plan, batches, weights, runner, finish) if forward else _dataless(plan, weights, runner, finish)
     began = time.perf_counter()
     for segment in steps:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -188,14 +199,17 @@ def _scan(
         began = time.perf_counter()
 
 
-def _dataless(plan: Plan, runner: BlockRunner) -> Iterator[Segment]:
+def _dataless(plan: Plan, weights: Weights, runner: BlockRunner, finish: Finish) -> Iterator[Segment]:
     """Nothing is measured, so no forward runs."""
     for segment in plan.segments:
         runner.solve_segment(segment, {})
         yield segment
+        finish(weights, segment)
 
 
-def _spined(plan: Plan, batches: Sequence[Batch], weights: Weights, runner: BlockRunner) -> Iterator[Segment]:
+def _spined(
+    plan: Plan, batches: Sequence[Batch], weights: Weights, runner: BlockRunner, finish: Finish
+) -> Iterator[Segment]:
     """Segments in the plan's order, each when no micro-batch will meet it unfinished."""
     order = {n: i for i, (n, _) in enumerate(plan.model.module.named_parameters(remove_duplicate=False))}
     at = {s.module: s for s in plan.segments if s.module is not None}
@@ -203,15 +217,20 @@ def _spined(plan: Plan, batches: Sequence[Batch], weights: Weights, runner: Bloc
     sites = {w: Stop(order[s], 1, s) for s in runner.sites for w in plan.trace.sites.get(s, ())}
     module = rebuilt(plan.model.module, weights.dtype) if weights.dtype else plan.model.module
     handles = stand_ins(plan.model.params, weights.dtype, weights.device)
-    lossy = frozenset(n for n, leaf in plan.model.params.items() if compressed(leaf))
+    lossy = frozenset(n for n, leaf in weights.params.items() if compressed(leaf))
+    place = {s: i for i, s in enumerate(plan.segments)}
     left = list(plan.segments)
     runner.module = module
     runner.solve_tables()
     with Spine(module, handles, plan.model.aliases, batches, weights, sites, entries, lossy) as spine:
         for stop in spine:
-            here = at[stop.name] if stop.rank == 0 else runner.home[stop.name]
-            while left and left[0] is not here and here in left:
-                yield runner.finished(left.pop(0))
+            here, *others = (at[s.name] if s.rank == 0 else runner.home[s.name] for s in (stop, *spine.waiting))
+            nearest = min(place[s] for s in (here, *others))
+            while left and place[left[0]] < place[here]:
+                done = left.pop(0)
+                yield runner.finished(done)
+                if place[done] < nearest:
+                    finish(weights, done)
             arrived = spine.waiting[stop]
             if stop.rank == 1:
                 runner.solve_site(stop.name, arrived)
@@ -221,3 +240,4 @@ def _spined(plan: Plan, batches: Sequence[Batch], weights: Weights, runner: Bloc
                 break
     for segment in left:
         yield runner.finished(segment)
+        finish(weights, segment)

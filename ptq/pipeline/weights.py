@@ -55,6 +55,12 @@ class Weights:
             _refuse_not_finite(name, leaf)
         return oriented_params({n: _moved(leaf, self.device) for n, leaf in leaves.items()}, self.transposed)
 
+    def release(self, names: Iterable[str]) -> None:
+        """Lets go of leaves that will not be read again."""
+        for name in names:
+            self.params.pop(name)
+            self._decoded.pop(name, None)
+
     def store(self, params: Mapping[str, Leaf]) -> None:
         """Takes new leaves, back on the CPU."""
         for name, leaf in params.items():

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.base import Leaf, Link, Params, Sites, State, Stats, Transform, oriented
+from ptq.base import Link, Params, Sites, State, Stats, Transform, oriented
 from ptq.errors import BadInput
-from ptq.numerics.leaves import Transposed, dense
+from ptq.numerics.leaves import Transposed, compressed, dense
 from ptq.numerics.stats import Statistic, accumulated
 
 
@@ -56,15 +56,13 @@ def _folded(params: Params, link: Link, a: Tensor) -> Params:
     changed: Params = {link.source: torch.full_like(dense(params[link.source]), 1 - link.offset)}
     bias = f"{link.source.removesuffix('weight')}bias"
     if bias in params:
-        changed[bias] = _cast(accumulated(dense(params[bias])) / a, params[bias])
+        changed[bias] = (accumulated(dense(params[bias])) / a).to(params[bias].dtype)
     for sink in link.sinks:
-        w = _cast(accumulated(dense(oriented(params[sink]))) * a, params[sink])
+        if compressed(params[sink]):
+            raise BadInput(f"{sink}: is compressed already; fold norms before anything lossy")
+        w = (accumulated(dense(oriented(params[sink]))) * a).to(params[sink].dtype)
         changed[sink] = Transposed(w) if isinstance(params[sink], Transposed) else w
     return {**params, **changed}
-
-
-def _cast(t: Tensor, like: Leaf) -> Tensor:
-    return t.to(like.dtype)
 
 
 def _moved(stats: Stats, sites: Sites, link: Link, a: Tensor) -> Stats:
