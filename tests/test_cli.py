@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,6 +158,21 @@ def test_overwrite_replaces_the_old_result(cli: Callable[..., Done], tiny_llama:
     assert cli("compress", tiny_llama, out, "--recipe", "rtn-w4a16", "--overwrite").code == 0
     assert not (out / "mine.txt").exists()
     assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_the_bar_shows_on_a_terminal_only(tiny_llama: Path, out: Path) -> None:
+    """Without one nothing is on stderr at all: see the other tests."""
+    terminal, far_end = pty.openpty()
+    command = [sys.executable, "-m", "ptq", "compress", str(tiny_llama), str(out), "--recipe", "gptq-w4a16", *SMALL]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=far_end, check=True)
+    os.close(far_end)
+    shown = b""
+    with suppress(OSError):  # how Linux says that nobody holds the other end
+        while part := os.read(terminal, 1 << 16):
+            shown += part
+    os.close(terminal)
+    assert b"4/4" in shown
+    assert b"\x1b" not in done.stdout
 
 
 # Bad input

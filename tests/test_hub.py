@@ -264,6 +264,10 @@ def shorter(directory: Path) -> None:
             r"model\.norm\.weight: got shape \(63,\), expected \(64,\)",
         ),
         (damaged(lambda d: (d / "tokenizer.json").write_text("{")), "Tokenizer cannot read it"),
+        (
+            damaged(lambda d: (d / "generation_config.json").write_text("{")),
+            r"generation_config\.json: not a JSON file",
+        ),
     ],
     ids=[
         "missing",
@@ -279,6 +283,7 @@ def shorter(directory: Path) -> None:
         "tensor",
         "shape",
         "tokenizer",
+        "generation",
     ],
 )
 def test_bad_input_is_one_line_that_names_the_place(copied: Path, change: Callable[[Path], Path], message: str) -> None:

@@ -13,6 +13,7 @@ from ptq.errors import Refused
 from ptq.models.interpret import Interpreter, Use, handle
 
 WEIGHT = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+TURNED = WEIGHT.T.contiguous()
 X = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(2))
 STACK = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
 
@@ -21,10 +22,10 @@ READS: dict[str, tuple[Tensor, Callable[[Tensor], Tensor], str, bool, Tensor]] =
     "linear": (WEIGHT, lambda w: F.linear(X, w), "linear", False, X),
     "linear by keyword": (WEIGHT, lambda w: F.linear(input=X, weight=w), "linear", False, X),
     "linear of a cast": (WEIGHT, lambda w: F.linear(X.double(), w.to(torch.float64)), "linear", False, X.double()),
-    "addmm, stored (in, out)": (WEIGHT.T.contiguous(), lambda w: torch.addmm(torch.ones(3), X[0], w), "linear", True, X[0]),
+    "addmm, stored (in, out)": (TURNED, lambda w: torch.addmm(torch.ones(3), X[0], w), "linear", True, X[0]),
     "matmul with .T": (WEIGHT, lambda w: X @ w.T, "linear", False, X),
     "matmul with transpose": (WEIGHT, lambda w: torch.matmul(X, w.transpose(0, 1)), "linear", False, X),
-    "matmul, stored (in, out)": (WEIGHT.T.contiguous(), lambda w: X @ w, "linear", True, X),
+    "matmul, stored (in, out)": (TURNED, lambda w: X @ w, "linear", True, X),
     "weight on the left": (WEIGHT, lambda w: w @ X[0].T, "linear", False, X[0]),
     "two transposes": (WEIGHT, lambda w: F.linear(X, w.t().mT), "linear", False, X),
     "view and back": (WEIGHT, lambda w: F.linear(X, w.view(1, 3, 4).squeeze(0)), "linear", False, X),

@@ -130,7 +130,7 @@ def test_what_a_transform_cannot_take_is_known_at_once() -> None:
 
 def test_an_extra_that_is_not_there_is_refused() -> None:
     wants = Transform("solve", "site", lambda *_, **__: {}, lambda s, t, _: (s, t), frozenset({"moon"}), name="odd")
-    with pytest.raises(BadInput, match="odd.*moon"):
+    with pytest.raises(BadInput, match=r"odd.*moon"):
         planned(from_module(stock(CONFIGS["llama"]())), wants)
 
 

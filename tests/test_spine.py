@@ -58,10 +58,8 @@ def test_the_smallest_stop_in_parameter_order_completes_first() -> None:
         **{f"text.{i}.0.weight": Stop(2 * i + 2, 1, f"text.{i}") for i in (0, 1)},
     }
     run, _ = spine(stops)
-    seen = []
     with run:
-        for stop in run:
-            seen.append((stop.name, sorted(run.waiting[stop]), sum(x.shape[0] for x in run.waiting[stop].values())))
+        seen = [(s.name, sorted(run.waiting[s]), sum(len(x) for x in run.waiting[s].values())) for s in run]
     assert seen == [("tower", [1], 3), ("text.0", [0, 1, 2], 11), ("text.1", [0, 1, 2], 11)]
     assert run.rows == {"tower.weight": 3, "text.0.0.weight": 11, "text.1.0.weight": 11}
 

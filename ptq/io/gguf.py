@@ -54,7 +54,7 @@ class Architecture(NamedTuple):
     inner: Mapping[str, str]
     """of a block: name behind `blk.N.` -> name behind `model.layers.N.`"""
     permuted: Mapping[str, str]
-    """weights whose rows llama.cpp interleaves for its rotary embedding -> metadata that counts their heads"""
+    """weights whose rows llama.cpp interleaves for its rotary embedding -> what the config calls their heads"""
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ def open_gguf(file: Path) -> Model:
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config.architectures = [cls.__name__]
     skeleton = from_config(cls, config, torch.float32)
-    leaves = dict(_leaves(found, table))
+    leaves = dict(_leaves(found, table, config))
     tied = aliases(skeleton)
     params = {n: _expect(file, leaves, n, p.shape) for n, p in skeleton.named_parameters() if n not in tied}
     return Model(skeleton, State(params), tied, skeleton.config, _tokenizer(found), file)
 
 
-def _leaves(found: Header, table: Architecture) -> Iterator[tuple[str, Blocks]]:
+def _leaves(found: Header, table: Architecture, config: Any) -> Iterator[tuple[str, Blocks]]:
     file = found.file
     for name, entry in found.tensors.items():
         if name in table.outer:
@@ -156,7 +156,7 @@ def _leaves(found: Header, table: Architecture) -> Iterator[tuple[str, Blocks]]:
         _, number, inner = (*name.split(".", 2), "", "")[:3]
         if not name.startswith("blk.") or inner not in table.inner:
             raise BadInput(f"{file}: tensor {name} is not understood for architecture {table.model_type}")
-        heads = found.metadata[table.permuted[inner]] if inner in table.permuted else None
+        heads = getattr(config, table.permuted[inner]) if inner in table.permuted else None
         yield f"model.layers.{number}.{table.inner[inner]}", Blocks(file, name, entry, heads)
 
 
@@ -241,8 +241,8 @@ ARCHITECTURES = {
             **{f"ffn_{x}.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
         },
         permuted={
-            **{f"attn_q.{p}": "llama.attention.head_count" for p in ("weight", "bias")},
-            **{f"attn_k.{p}": "llama.attention.head_count_kv" for p in ("weight", "bias")},
+            **{f"attn_q.{p}": "num_attention_heads" for p in ("weight", "bias")},
+            **{f"attn_k.{p}": "num_key_value_heads" for p in ("weight", "bias")},
         },
     )
 }

@@ -67,15 +67,14 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     quantization = [vars(config).pop(key, None) for key in KEYS]
     entries = headers(where)
     dtype = checkpoint_dtype(entries.values())
-    skeleton = from_config(_model_class(config, where, trust_remote_code), config, dtype)
+    skeleton: Any = from_config(_model_class(config, where, trust_remote_code), config, dtype)
     reading = read(skeleton, joined(skeleton, entries, next(filter(None, quantization), None), dtype, where))
     remember_conversions(skeleton, reading.conversions)
     params, tied = _parameters(skeleton, reading, where)
     set_buffers(skeleton, {n: dense(reading.leaves[n]) for n, _ in skeleton.named_buffers() if n in reading.leaves})
-    if (where / "generation_config.json").is_file() and hasattr(skeleton, "generation_config"):
-        skeleton.generation_config = GenerationConfig.from_pretrained(where)
-    tokenizer = _tokenizer(where, trust_remote_code)
-    return Model(skeleton, State(params), tied, skeleton.config, tokenizer, where)  # type: ignore[arg-type]  # nn.Module types every attribute as a module
+    if (where / "generation_config.json").is_file() and getattr(skeleton, "generation_config", None) is not None:
+        skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
+    return Model(skeleton, State(params), tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
 
 
 def joined(

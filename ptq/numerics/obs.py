@@ -221,8 +221,8 @@ class _Sweep:
             values.append(self.stored(self.projection.project(now, known)))
             rest = v.shape[-2] - i
             if rest:
-                taken = feedback.narrow(-2, i, rest).narrow(-1, i - 1, 1)
-                v.narrow(-2, i, rest).addcmul_(taken, (first - values[-1]).unsqueeze(-2))
+                taken = feedback.narrow(-2, i, rest).narrow(-1, i - 1, 1) * (first - values[-1]).unsqueeze(-2)
+                v.narrow(-2, i, rest).add_(taken)
         v.copy_(torch.stack(values, -2))
         self.error[..., block, :] = w - v
 

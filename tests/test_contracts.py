@@ -1,0 +1,14 @@
+"""Every member against every law that applies to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from contracts import CASES, Law
+
+
+@pytest.mark.parametrize(("law", "member"), [pytest.param(law, m, id=f"{law.__name__}-{n}") for n, law, m in CASES])
+def test_law(law: Law, member: Any) -> None:
+    law(member)
