@@ -122,6 +122,17 @@ def test_compress_then_eval_and_inspect(cli: Callable[..., Done], tiny_llama: Pa
     assert rows["lm_head.weight"]["bits_per_weight"] == 32
 
 
+def test_what_is_stored_dense_counts_as_such(
+    cli: Callable[..., Done], model_dir: Callable[[str], Path], out: Path
+) -> None:
+    """No loader can name GPT-2's transposed linears."""
+    done = cli("compress", model_dir("gpt2"), out, "--recipe", "gptq-w4a16", *SMALL)
+    assert "transformer.h.0.attn.c_attn.weight and 7 more: stored dense with its quantized values" in done.out
+    assert "bits per compressed weight 32," in done.out
+    rows = json.loads(cli("inspect", out, "--json").out)["tensors"]
+    assert {row["bits_per_weight"] for row in rows} == {32}
+
+
 def test_inspect_counts_zeros(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
     assert cli("compress", tiny_llama, out, "--recipe", "magnitude-2of4").code == 0
     rows = {r["name"]: r for r in json.loads(cli("inspect", out, "--json").out)["tensors"]}
@@ -282,6 +293,11 @@ def test_report_that_cannot_be_written(cli: Callable[..., Done], tiny_llama: Pat
     nothing_left(out)
 
 
+def test_a_report_may_lie_in_the_result(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    assert cli("compress", tiny_llama, out, "--recipe", "rtn-w8a16", "--report", out / "report.json").code == 0
+    assert json.loads((out / "report.json").read_text())["recipe"] == [["rtn(int8/channel, mse)"]]
+
+
 @pytest.mark.parametrize("cut", [0, 4, 100, 20_000])
 def test_truncated_file(cli: Callable[..., Done], copied: Path, out: Path, cut: int) -> None:
     file = copied / "model.safetensors"
@@ -347,10 +363,15 @@ def test_one_line_in_a_process_of_its_own(tiny_llama: Path, out: Path) -> None:
 # Other failures
 
 
-def test_a_full_disk_is_exit_code_1(cli: Callable[..., Done], tiny_llama: Path) -> None:
-    done = cli("compress", tiny_llama, "/dev/full/out", "--recipe", "rtn-w8a16")
-    assert done.code in (1, 2)
-    assert done.err.count("\n") == 1
+def test_a_full_disk_is_exit_code_1(tiny_llama: Path, out: Path) -> None:
+    """As far as a process can tell: its files may not grow beyond 200 KiB."""
+    command = [sys.executable, "-m", "ptq", "compress", str(tiny_llama), str(out), "--recipe", "rtn-w8a16"]
+    limited = ["bash", "-c", 'ulimit -f 200 && exec "$@"', "bash", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "File too large" in done.stderr
+    nothing_left(out)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -77,13 +77,14 @@ def test_tables_hold_every_row_at_any_width(
     name = "model.layers.10.a_rather_long_name_for_a_block_of_weights"
     weight = {"name": f"{name}.w", "error": 0.0125, "damping": 0.1, "failures": 1, "note": "damped ten times more"}
     blocks = [{"name": name, "seconds": 1.25, "weights": [weight, {**weight, "error": 0.0375, "note": ""}]}]
+    blocks.append({"name": "other", "seconds": 0.0, "weights": [{**weight, "name": "other.w", "damping": None}]})
     blocks.append({"name": "lm_head", "seconds": 0.0, "weights": []})
     show_report({"blocks": blocks, "totals": {"bits_per_weight": 4.25, "bytes": 2_500_000, "seconds": 61.0}})
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     row = next(line for line in lines if line.startswith(f"{name} "))
     assert row.split() == [name, "2", "2.50e-02", "0.1", "1.2"]
     assert next(line for line in lines if line.startswith("lm_head")).split() == ["lm_head", "-", "-", "-", "0.0"]
-    assert lines[-2] == f"{name}.w: damped ten times more"
+    assert lines[-2] == f"{name}.w and 1 more: damped ten times more"
     assert lines[-1] == "bits per compressed weight 4.25, size 2.5 MB, time 61.0 s"
 
     show_tensors(

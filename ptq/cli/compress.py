@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     stages = recipe(args.recipe)
     check_output(args.out, args.overwrite)
     if args.report:
-        refuse_unwritable(args.report)
+        refuse_unwritable(args.report, args.out)
     model = open_model(args.model, args.trust_remote_code)
     work = compress(
         model,

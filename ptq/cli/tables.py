@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -16,8 +16,8 @@ def show_report(report: Mapping[str, Any]) -> None:
     for block in report["blocks"]:
         table.add_row(*_block(block))
     _show(table)
-    for weight in (w for block in report["blocks"] for w in block["weights"] if w["note"]):
-        print(f"{weight['name']}: {weight['note']}")
+    for line in _notes(w for block in report["blocks"] for w in block["weights"]):
+        print(line)
     print(totals_line(report["totals"]))
 
 
@@ -39,6 +39,15 @@ def show_tensors(rows: Sequence[Mapping[str, Any]]) -> None:
         shape = " x ".join(map(str, row["shape"]))
         table.add_row(row["name"], row["format"], shape, f"{row['bits_per_weight']:.4g}", f"{row['sparsity']:.1%}")
     _show(table)
+
+
+def _notes(weights: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """A line per note, however many weights it is about; the report names them all."""
+    names: dict[str, list[str]] = {}
+    for weight in (w for w in weights if w["note"]):
+        names.setdefault(weight["note"], []).append(weight["name"])
+    for note, about in names.items():
+        yield f"{about[0]}{f' and {len(about) - 1} more' if len(about) > 1 else ''}: {note}"
 
 
 def _block(block: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from rich.console import Console
@@ -18,8 +18,17 @@ from ptq.base import Stage, State
 from ptq.errors import BadInput
 from ptq.io.save import save
 from ptq.models.model import Model
+from ptq.numerics.leaves import nbytes
 from ptq.pipeline.data import tokens
 from ptq.pipeline.scan import Block, Run
+
+
+class Size(NamedTuple):
+    """Of a weight that was worked on: bytes as it is packed, bytes where it is stored dense, number of values."""
+
+    packed: int
+    dense: int
+    numel: int
 
 
 class Watched:
@@ -28,6 +37,7 @@ class Watched:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.start: Model = run.start
+        self.sizes: dict[str, Size] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -45,17 +55,24 @@ class Watched:
         ) as bar:
             task = bar.add_task("blocks", total=len(self.run))
             for block in self.run.stream():
+                for name in (w["name"] for w in block.report["weights"]):
+                    leaf, count = block.state.params[name], block.state.params[name].shape.numel()
+                    self.sizes[name] = Size(nbytes(leaf), count * leaf.dtype.itemsize, count)
                 yield block
                 bar.update(task, advance=1, description=block.name)
 
 
 def write(run: Run, out: str | Path, overwrite: bool) -> dict[str, Any]:
-    """Writes a run's blocks as they are finished; returns its report, with notes on what was stored otherwise."""
-    saved = save(Watched(run), out, overwrite=overwrite)
+    """Writes a run's blocks as they are finished; returns its report, completed by what the files say."""
+    watched = Watched(run)
+    saved = save(watched, out, overwrite=overwrite)
     report = run.report
     for weight in (w for block in report["blocks"] for w in block["weights"] if w["name"] in saved.notes):
         weight["note"] = "; ".join(filter(None, (weight["note"], saved.notes[weight["name"]])))
-    return {**report, "path": str(saved.path), "totals": {**report["totals"], "bytes": saved.nbytes}}
+    sizes = [size.dense if name in saved.notes else size.packed for name, size in watched.sizes.items()]
+    count = sum(size.numel for size in watched.sizes.values())
+    totals = {"bits_per_weight": 8 * sum(sizes) / count if count else None, "bytes": saved.nbytes}
+    return {**report, "path": str(saved.path), "totals": {**report["totals"], **totals}}
 
 
 def measures(stage: Stage) -> bool:
@@ -72,7 +89,8 @@ def windows(model: Model, args: argparse.Namespace) -> Tensor:
     return tokens(args.data, model.tokenizer, args.samples, args.seq_len)
 
 
-def refuse_unwritable(report: Path) -> None:
+def refuse_unwritable(report: Path, out: str) -> None:
     """Raises `BadInput` where a report could not be written, before hours of work are lost."""
-    if report.is_dir() or not report.absolute().parent.is_dir():
+    directory = report.expanduser().absolute().parent
+    if report.is_dir() or not (directory.is_dir() or directory == Path(out).expanduser().absolute()):
         raise BadInput(f"report {report}: {'is a directory' if report.is_dir() else 'its directory does not exist'}")

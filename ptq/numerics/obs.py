@@ -167,10 +167,11 @@ class _Sweep:
     """
 
     def __init__(self, weight: Tensor, factor: Factor, projection: Projection) -> None:
-        self.weight, self.factor, self.projection = weight, factor, projection
-        self.facts = projection.fit(weight, factor.importance)
+        stack = torch.broadcast_shapes(weight.shape[:-2], factor.pivot.shape[:-1])
+        self.weight, self.factor, self.projection = weight.expand(*stack, -1, -1), factor, projection
+        self.facts = projection.fit(self.weight, factor.importance.expand(*stack, -1))
         self.span = projection.span if projection.choose else WIDTHS[1]
-        self.w = _columns(weight, factor)
+        self.w = _columns(self.weight, factor)
         self.v = self.w.clone()
         self.error = torch.empty_like(self.w)
         self.chosen: list[Facts] = []
@@ -197,7 +198,8 @@ class _Sweep:
         """Facts of each column of a block that has taken on all errors before it."""
         known = rows(self.facts, self.factor.order, block, self.w.shape[-2])
         if self.projection.choose:
-            w, pivot = self.compensated(block).mT, self.factor.pivot[..., block]
+            w = self.compensated(block).mT
+            pivot = self.factor.pivot[..., block].expand(*w.shape[:-2], -1)
             self.chosen.append(self.projection.choose(turned(known), w, pivot))
             known = turned(spread(self.chosen[-1], w.shape))
         return unbound(numbers(known, self.w.dtype), block.stop - block.start)
@@ -261,7 +263,9 @@ def _attempt(h: Tensor, damping: float) -> _Attempt:
     factor = lower.mT.flip(-2, -1)  # A', so that a row holds all that one column takes on
     pivot = factor.diagonal(dim1=-2, dim2=-1).reciprocal()
     failed = (info != 0) | ~pivot.isfinite().all(-1)
-    return _Attempt(factor * pivot[..., :, None], pivot, torch.full_like(shift[..., 0], damping), failed.int(), failed)
+    feedback, used = factor * pivot[..., :, None], torch.full_like(shift[..., 0], damping)
+    pivot = torch.where((diagonal == 0) & (diagonal.amax(-1, keepdim=True) > 0), torch.inf, pivot)  # free to change
+    return _Attempt(feedback, pivot, used, failed.int(), failed)
 
 
 def _uncompensated(h: Tensor) -> _Attempt:
@@ -269,7 +273,7 @@ def _uncompensated(h: Tensor) -> _Attempt:
     diagonal = h.diagonal(dim1=-2, dim2=-1)
     never = torch.zeros_like(diagonal[..., 0], dtype=torch.bool)
     infinite = torch.full_like(diagonal[..., 0], torch.inf)
-    return _Attempt(torch.zeros_like(h), _alive(diagonal.clamp(min=0)).rsqrt(), infinite, never.int(), never)
+    return _Attempt(torch.zeros_like(h), diagonal.clamp(min=0).rsqrt(), infinite, never.int(), never)
 
 
 def _alive(diagonal: Tensor) -> Tensor:

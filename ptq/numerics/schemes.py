@@ -30,8 +30,8 @@ class Scheme:
     symmetric: bool = True
 
     def __str__(self) -> str:
-        sizes = self.group_size or self.granularity
-        return f"{type(self.grid).__name__.lower()}{self.grid.bits}{'' if self.symmetric else '-asym'}/{sizes}"
+        kind = "float" if isinstance(self.grid, Float8) else "int"
+        return f"{kind}{self.grid.bits}{'' if self.symmetric else '-asym'}/{self.group_size or self.granularity}"
 
     def __post_init__(self) -> None:
         if (self.granularity == "group") != (self.group_size is not None) or (self.group_size or 1) < 1:
@@ -42,8 +42,9 @@ class Scheme:
     def check(self, columns: int) -> None:
         """Refuses a width that the groups do not divide, and names sizes that would."""
         if self.group_size and columns % self.group_size:
-            fits = [g for g in range(8, columns + 1) if columns % g == 0]
-            near = sorted(sorted(fits, key=lambda g: abs(g - (self.group_size or 0)))[:4]) or [columns]
+            fits = [g for g in range(1, columns + 1) if columns % g == 0]
+            fits = [g for g in fits if g % 32 == 0] or fits  # what kernels take, where there are such sizes
+            near = sorted(sorted(fits, key=lambda g: abs(g - (self.group_size or 0)))[:4])
             raise BadInput(
                 f"group size {self.group_size} does not divide {columns} inputs; "
                 f"{', '.join(map(str, near))} would, and -1 is one scale per channel"
@@ -89,7 +90,7 @@ def _parsed(name: str) -> tuple[Grid, bool, int]:
         return Float8(), True, -1
     if match := re.fullmatch(r"W([2-8])A16(_ASYM)?", name):
         return Int(int(match[1])), match[2] is None, 128
-    if re.fullmatch(r"W\d+A(\d|FP\d)\w*|(FP8|INT8|NVFP4|MXFP[468])\w*", name) and not re.search("A16", name):
+    if re.fullmatch(r"W\d+A(FP)?[48]|INT8|(FP8|NVFP4|MXFP[468])(?!A16)\w*", name):
         raise BadInput(f"scheme {name} quantizes activations, which this version does not do; try {_weight_only(name)}")
     known = [f"W{b}A16{asym}" for asym in ("", "_ASYM") for b in range(2, 9)] + ["FP8A16"]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)

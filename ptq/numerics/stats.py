@@ -170,8 +170,8 @@ class Range(Statistic):
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        infinite = _zeros((*experts, features), dtype) + torch.inf
-        return cls(infinite, -infinite, _zeros(experts, dtype))
+        shape = (*experts, features)
+        return cls(_filled(torch.inf, shape, dtype), _filled(-torch.inf, shape, dtype), _zeros(experts, dtype))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -219,4 +219,8 @@ def _count(x: Tensor) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype).expand(shape)
+    return _filled(0.0, shape, dtype)
+
+
+def _filled(value: float, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype).expand(shape)

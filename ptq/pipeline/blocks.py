@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ptq._tree import tensors
 from ptq.base import Params, State, Stats, oriented
 from ptq.errors import BadInput
 from ptq.models.call import Observer, functional, merge_stats, stand_ins
@@ -77,7 +78,8 @@ class BlockRunner:
         """All of a site's inputs are there: measures them and solves the weights that read them."""
         seen: Stats = {}
         for i, x in arrived.items():
-            seen = merge_stats(seen, {site: self._measured(site, rows(x, self._masks[i]))})
+            tokens = rows(x, self._masks[i])
+            seen = merge_stats(seen, {site: {kind: KINDS[kind].measure(tokens) for kind in self.sites[site]}})
         self._solve(self.home[site], [site], seen)
 
     def solve_tables(self) -> None:
@@ -99,17 +101,11 @@ class BlockRunner:
     def _own(self, segment: Segment) -> list[str]:
         return [site for site in self.sites if self.home[site] == segment]
 
-    def _measured(self, site: str, x: Tensor) -> dict[str, Any]:
-        seen = {kind: KINDS[kind].measure(x) for kind in self.sites[site]}
-        for kind, statistic in seen.items():
-            if not all(bool(t.isfinite().all()) for t in optree.tree_leaves(statistic, namespace="ptq")):  # type: ignore[arg-type]
-                raise BadInput(f"{site}: its input has NaN or infinite activations ({kind}); check weights and data")
-        return seen
-
     def _solve(self, segment: Segment, sites: Sequence[str], stats: Stats) -> None:
         names = list(dict.fromkeys(w for m in self.solves for s in sites for w in m.sites.get(s, ())))
         if not names:
             return
+        _refuse_not_finite(stats)
         before = self.weights.load(names)
         state, after = State(before), stats
         for member in self.solves:
@@ -138,7 +134,7 @@ class BlockRunner:
             "site": site,
             "tokens": count,
             "error": _relative_error(before, after, kinds),
-            "damping": float(outcome.damping.max()) if outcome else None,
+            "damping": _largest(outcome.damping) if outcome else None,
             "failures": int(outcome.failures.sum()) if outcome else 0,
             "note": "; ".join(notes),
         }
@@ -202,6 +198,15 @@ class BlockRunner:
             )
 
 
+def _refuse_not_finite(stats: Stats) -> None:
+    """NaN and infinity in an input show in every statistic of it; in a Gram matrix, on its diagonal."""
+    for site, kinds in stats.items():
+        for kind, statistic in kinds.items():
+            values = [statistic.sum.diagonal(dim1=-2, dim2=-1)] if kind == "gram" else tensors(statistic)
+            if not all(bool(t.isfinite().all()) for t in values):
+                raise BadInput(f"{site}: its input has NaN or infinite activations ({kind}); check weights and data")
+
+
 def _serve(params: Params) -> Reader:
     return lambda use: dense(params[use.name]).float()
 
@@ -224,6 +229,12 @@ def _change(old: Any, new: Any, args: Sequence[Any]) -> float:
 def _floats(tree: Any) -> Iterator[Tensor]:
     leaves = pytree.tree_leaves(tree)
     return (t for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
+
+
+def _largest(damping: Tensor) -> float | None:
+    """None where no damping was enough: infinity is no JSON, and the note says what was done instead."""
+    value = float(damping.max())
+    return value if math.isfinite(value) else None
 
 
 def _relative_error(before: Leaf, after: Leaf, kinds: Mapping[str, Any]) -> float:
