@@ -161,6 +161,9 @@ def leafwise(
     >>> state.params["a.weight"]
     tensor([[ 2., -2.]])
     """
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise BadInput(f"{name}: unknown statistic {unknown[0]!r}; known: {', '.join(KINDS)}")
 
     def init(state: State, sites: Sites, **extra: Any) -> Stats:
         if check:
@@ -177,6 +180,7 @@ def leafwise(
                 with _naming(weight):
                     solved = solve(oriented(params[weight]), **given)
                 leaf, outcome = solved if isinstance(solved, tuple) else (solved, None)
+                _check_solved(name, weight, oriented(params[weight]), leaf)
                 params[weight] = Transposed(leaf) if isinstance(params[weight], Transposed) else leaf
                 if outcome is not None:
                     seen[weight] = {**seen.get(weight, {}), "outcome": outcome}
@@ -195,6 +199,16 @@ def _check_all(check: Callable[[Leaf], None], leaves: Mapping[str, Leaf]) -> Non
             refused.setdefault(str(error), []).append(weight)
     if refused:
         raise BadInput("; ".join(f"{', '.join(weights)}: {reason}" for reason, weights in refused.items()))
+
+
+def _check_solved(name: str, weight: str, before: Leaf, after: Leaf) -> None:
+    """A solve gives a leaf that can stand where the weight stood."""
+    got = tuple(getattr(after, part, None) for part in ("shape", "dtype"))
+    expected = before.shape, before.dtype
+    if got != expected:
+        raise BadInput(
+            f"{weight}: {name} returned a {type(after).__name__} with {got}, expected a leaf with {expected}"
+        )
 
 
 @contextmanager

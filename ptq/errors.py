@@ -24,5 +24,5 @@ class Refused(PtqError, RuntimeError):
     """
 
 
-class NotPositiveDefinite(PtqError, torch.linalg.LinAlgError):
+class NotPositiveDefinite(PtqError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage, reportUntypedBaseClass]  # public by its documentation
     """A damped Hessian stayed indefinite after every damping tried."""

@@ -67,11 +67,14 @@ def select(clauses: Sequence[Clause], table: Mapping[str, Labels]) -> list[str]:
     Raises:
         NoMatch: a pattern reaches no weight at all; names those that come near.
     """
-    if not clauses:
-        return [name for name, labels in table.items() if labels.default]
     for clause in clauses:
         _complain(clause, table)
-    return [name for name, labels in table.items() if all(_passes(c, labels) for c in clauses)]
+    passing = [n for n, labels in table.items() if all(_passes(c, labels) for c in clauses)]
+    chosen = passing if clauses else [n for n in passing if table[n].default]
+    if not chosen:
+        wanted = " and ".join(repr(c.pattern) for c in clauses) or "the default"
+        raise NoMatch(f"targets {wanted}: no weight is left after what is ignored or taken by earlier patterns")
+    return chosen
 
 
 def _passes(clause: Clause, labels: Labels) -> bool:

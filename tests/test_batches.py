@@ -43,9 +43,19 @@ def test_mappings_and_plain_tensors_pass_through() -> None:
     assert micro_batches(from_module(nn.Linear(2, 1)), [x]) == [Batch((x,), {})]
 
 
-@pytest.mark.parametrize("bad", [[], [["text"]]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [],
+        [["text"]],
+        [torch.tensor(3)],
+        [torch.zeros(1, 0, dtype=torch.long)],
+        [torch.zeros(1, 2, 3, dtype=torch.long)],
+        [{"input_ids": torch.zeros(1, 4, dtype=torch.long), "attention_mask": torch.ones(1, 3)}],
+    ],
+)
 def test_what_is_no_batch_is_refused(bad: list[object]) -> None:
-    with pytest.raises(BadInput, match="batch"):
+    with pytest.raises(BadInput, match=r"batch|token ids"):
         micro_batches(MODEL, bad)
 
 

@@ -62,6 +62,14 @@ def test_a_file_that_is_no_statistics_is_refused(tmp_path: Path, tiny_llama: Pat
         load_stats(tmp_path / "short")
 
 
+def test_activations_that_are_not_finite_are_refused_by_name(batches: list[Tensor]) -> None:
+    module = stock(CONFIGS["llama"]())
+    with torch.no_grad():
+        module.model.layers[1].input_layernorm.weight[3] = float("nan")
+    with pytest.raises(BadInput, match=r"layers\.1\.self_attn\.q_proj\.weight: its input has NaN"):
+        calibrate(module, batches, compute_dtype="float32")
+
+
 def test_an_unknown_statistic_is_refused(batches: list[Tensor]) -> None:
     with pytest.raises(BadInput, match="unknown statistic 'hessian'"):
         calibrate(from_module(stock(CONFIGS["llama"]())), batches, ["hessian"])

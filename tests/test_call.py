@@ -128,4 +128,5 @@ def test_as_module_is_a_stock_module_of_its_own(tiny: Path, family: str, batches
         assert torch.equal(made(batches[0]).logits, module(batches[0]).logits)
     tied = module.config.tie_word_embeddings
     assert (made.get_output_embeddings().weight is made.get_input_embeddings().weight) == tied
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(made.parameters(), module.parameters(), strict=True))
     assert made.generate(batches[0][:1, :4], max_new_tokens=2, do_sample=False).shape == (1, 6)

@@ -9,6 +9,10 @@ import pytest
 from contracts import CASES, Law
 
 
-@pytest.mark.parametrize(("law", "member"), [pytest.param(law, m, id=f"{law.__name__}-{n}") for n, law, m in CASES])
+def named(law: Law) -> str:
+    return f"{law.__module__.rpartition('.')[2]}.{law.__name__}"
+
+
+@pytest.mark.parametrize(("law", "member"), [pytest.param(law, m, id=f"{named(law)}-{n}") for n, law, m in CASES])
 def test_law(law: Law, member: Any) -> None:
     law(member)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from checkpoints import GOLDEN
 from ptq.numerics.grids import Float8, Int
-from safetensors.torch import load_file
 
 ROUNDING = load_file(GOLDEN / "rounding.safetensors")
 

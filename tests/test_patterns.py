@@ -28,7 +28,11 @@ def test_n_of_m_keeps_the_most_score_of_all_masks(seed: int, shape: tuple[int, i
 def test_pruned_scores_are_never_above_kept_ones(seed: int, pattern: NM | Unstructured) -> None:
     score = randn(seed, 5, 16).round(decimals=1)
     kept = pattern.mask(score, per="row")
-    groups = (score.unflatten(-1, (-1, pattern.of)), kept.unflatten(-1, (-1, pattern.of))) if isinstance(pattern, NM) else (score, kept)
+    groups = (
+        (score.unflatten(-1, (-1, pattern.of)), kept.unflatten(-1, (-1, pattern.of)))
+        if isinstance(pattern, NM)
+        else (score, kept)
+    )
     worst_kept = groups[0].masked_fill(~groups[1], torch.inf).amin(-1)
     best_pruned = groups[0].masked_fill(groups[1], -torch.inf).amax(-1)
     assert (worst_kept >= best_pruned).all()

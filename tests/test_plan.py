@@ -14,6 +14,7 @@ from ptq.models.skeleton import from_module
 from ptq.numerics.leaves import dense
 from ptq.pipeline.batches import micro_batches
 from ptq.pipeline.plan import Plan, make_plan
+from ptq.pipeline.scan import _stage
 
 HALVE = leafwise((), lambda w: dense(w) / 2, name="halve")
 MEASURE = leafwise(("gram",), lambda w, gram: w, name="measure")
@@ -57,10 +58,44 @@ def test_a_pattern_names_a_weight_a_module_an_ancestor_or_a_class(pattern: str, 
 
 
 def test_checkpoint_names_reach_as_well() -> None:
-    """GPT-2's files have no `transformer.` in front."""
-    model = from_module(stock(CONFIGS["gpt2"]()))
-    (got,) = taken(planned(model, targets("transformer.h.0.mlp", HALVE)))
-    assert got == {"transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_proj.weight"}
+    """Mixtral's router is `mlp.gate` in memory and `block_sparse_moe.gate` in files; a router is taken when named."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from conftest import SIZES
+
+    own = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = from_module(MixtralForCausalLM(MixtralConfig(**SIZES, **own)).eval())
+    (got,) = taken(planned(model, targets("model.layers.0.block_sparse_moe.gate", HALVE)))
+    assert got == {"model.layers.0.mlp.gate.weight"}
+    (default,) = taken(planned(model, HALVE))
+    assert default == {n for n in model.params if ".self_attn." in n and n.endswith("weight")}
+
+
+def test_nothing_left_to_do_is_an_error() -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    mlp = "model.layers.0.mlp"
+    for stage in (
+        targets(mlp, targets("model.layers.1", HALVE)),
+        targets(mlp, HALVE, ignore=["model.layers.0"]),
+        partition({"model": MEASURE, mlp: HALVE}),
+    ):
+        with pytest.raises(NoMatch, match="no weight is left"):
+            planned(model, stage)
+
+
+def test_a_reparam_outside_the_blocks_is_refused() -> None:
+    fold = Transform("reparam", "block", lambda *_, **__: {}, lambda s, t, _: (s, t), name="fold")
+    with pytest.raises(BadInput, match=r"fold: lm_head\.weight lies outside the blocks"):
+        planned(from_module(stock(CONFIGS["llama"]())), targets("lm_head", fold))
+
+
+def test_what_is_no_transform_is_refused() -> None:
+    for wrong in ("gptq", (chain(HALVE),), None, [HALVE]):
+        with pytest.raises(BadInput, match="expected transforms and stages"):
+            _stage(wrong)
+    assert _stage(HALVE) == _stage(chain(HALVE)) == (HALVE,)
+    with pytest.raises(BadInput, match="unknown statistic 'hessian'"):
+        leafwise(("hessian",), dense)
 
 
 def test_a_target_that_matches_nothing_names_near_misses() -> None:
@@ -112,8 +147,12 @@ def test_a_convolution_is_refused_by_name() -> None:
     net = nn.Sequential(nn.Conv1d(2, 3, 1), nn.Flatten())
     model = from_module(net)
     (batch,) = micro_batches(model, [torch.ones(1, 2, 4)])
-    with pytest.raises(BadInput, match=r"0\.weight: shape \(3, 2, 1\)|0\.weight"):
+    with pytest.raises(BadInput, match=r"0\.weight: measure needs to see its input, but no linear reads it"):
         make_plan(model, [targets("0", MEASURE)], batch)
+    kernel = from_module(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Flatten()))
+    (image,) = micro_batches(kernel, [torch.ones(1, 2, 4, 4)])
+    with pytest.raises(BadInput, match=r"0\.weight: shape \(3, 2, 1, 1\)"):
+        make_plan(kernel, [targets("0", HALVE)], image)
 
 
 def test_what_a_transform_cannot_take_is_known_at_once() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conftest import CONFIGS, stock
-from ptq.models.probe import blocks, probe
+from ptq.models.probe import blocks, links, probe
 from ptq.models.skeleton import from_module
 
 SHARED = {
@@ -34,12 +34,12 @@ def test_orientation_is_learned_from_the_operation(family: str) -> None:
 
 def test_norms_and_their_readers_are_found_with_their_offset(family: str) -> None:
     model = from_module(stock(CONFIGS[family]()))
-    links = probe(model, input_ids=torch.zeros(1, 4, dtype=torch.long)).links
-    feeding = {link.source: link.sinks for link in links}
+    found = links(model, probe(model, input_ids=torch.zeros(1, 4, dtype=torch.long)))
+    feeding = {link.source: link.sinks for link in found}
     first = [s for s in feeding if any(p in s for p in ("layers.0.", "h.0."))]
     assert len(first) == 2
     assert [tuple(w.split(".")[-2] for w in feeding[s]) for s in first] == [SHARED[family][0], SHARED[family][2]]
-    assert {link.offset for link in links} == {OFFSETS[family]}
+    assert {link.offset for link in found} == {OFFSETS[family]}
 
 
 def test_segments_cover_every_parameter_once_in_reading_order(family: str) -> None:
@@ -87,3 +87,26 @@ def test_a_probe_reads_no_weight() -> None:
     params = {name: Unreadable(p.shape) for name, p in model.params.items()}
     lazy = replace(model, state=model.state._replace(params=params))
     assert len(probe(lazy, input_ids=torch.zeros(1, 4, dtype=torch.long)).sites) == 2 * 4 + 1
+
+
+def test_a_norm_that_takes_a_gate_is_no_link() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return self.weight * x * gate
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = Gated(), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.norm(x, x))
+
+    model = from_module(Net())
+    trace = probe(model, torch.ones(1, 3))
+    assert trace.norms == {"out.weight": "norm"}
+    assert links(model, trace) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from conftest import CONFIGS, VOCABULARY, stock
+from ptq._tree import tensors
 from ptq.base import State, Transform, chain, leafwise, targets
 from ptq.errors import BadInput
 from ptq.models.call import merge_stats, observe
 from ptq.models.model import Model
-from ptq.models.probe import probe
+from ptq.models.probe import links, probe
 from ptq.models.skeleton import from_module
 from ptq.numerics.leaves import Transposed, dense
-from ptq.pipeline import scan
+from ptq.numerics.schemes import scheme
+from ptq.pipeline import blocks as blocks_module, scan
+from ptq.pipeline.calibrate import calibrate, load_stats, save_stats
 from ptq.pipeline.scan import compress
 from ptq.pipeline.spine import Spine
+from ptq.transforms.fold import fold_norms
+from ptq.transforms.gptq import gptq
 
+FOLD = fold_norms()
 FLOAT = {"compute_dtype": torch.float32}
 
 
@@ -140,11 +147,45 @@ def test_every_linear_runs_once_per_token(family: str, monkeypatch: pytest.Monke
 
 def test_sources_stay_bit_equal(family: str) -> None:
     module = stock(CONFIGS[family]())
-    before = {n: (p._version, p.clone()) for n, p in module.named_parameters()}
-    compress(module, ragged(), SHRINK, **FLOAT).model  # noqa: B018
+    before = {n: (id(p), p._version, p.clone()) for n, p in module.named_parameters()}
+    attributes = {path: dict(vars(m)) for path, m in module.named_modules()}
+    config = module.config.to_dict()
+    compress(module, ragged(), FOLD, SHRINK, **FLOAT).model  # noqa: B018
     for n, p in module.named_parameters():
-        assert p._version == before[n][0]
-        assert torch.equal(p, before[n][1])
+        assert (id(p), p._version) == before[n][:2]
+        assert torch.equal(p, before[n][2])
+    for path, m in module.named_modules():
+        assert vars(m).keys() == attributes[path].keys()
+        assert all(vars(m)[k] is v for k, v in attributes[path].items())
+        assert not m._forward_hooks
+        assert not m._forward_pre_hooks
+        assert "forward" not in vars(m)
+    assert module.config.to_dict() == config
+
+
+def test_norms_are_folded_into_their_readers_and_the_function_stays(family: str, batches: list[Tensor]) -> None:
+    model = model_of(family)
+    done = compress(model, batches, FOLD, **FLOAT).model
+    found = links(model, probe(model, input_ids=batches[0]))
+    inside = [k for k in found if ".layers." in k.source or ".h." in k.source]
+    assert len(inside) == 4
+    for link in inside:
+        assert torch.equal(done.params[link.source], torch.full((64,), 1 - link.offset))
+        assert not torch.equal(dense(done.params[link.sinks[0]]), dense(model.params[link.sinks[0]]))
+    with torch.no_grad():
+        got, want = done(batches[0]).logits, model(batches[0]).logits
+    assert float((got - want).abs().max()) < 1e-4 * float(want.abs().max())
+
+
+def test_saved_statistics_serve_transforms_by_hand(tmp_path: Path) -> None:
+    model, data = model_of("llama"), ragged()
+    save_stats(calibrate(model, data, compute_dtype="float32"), tmp_path / "stats")
+    stats, sites = load_stats(tmp_path / "stats"), probe(model, input_ids=data[0][None]).sites
+    first = {s: ws for s, ws in sites.items() if s in stats and ".layers.0." in s}
+    state, _ = SHRINK.apply(model.state, stats, first)
+    done = compress(model, data, targets("model.layers.0", AT_ONCE), **FLOAT).model.params
+    for name in done:
+        close(state.params[name], done[name])
 
 
 def test_blocks_come_in_reading_order_and_make_up_the_model(family: str) -> None:
@@ -176,6 +217,52 @@ def test_a_streamed_run_gives_the_same_blocks_and_keeps_nothing(family: str, mon
         assert held <= set(block.state.params)  # no block before it
     with pytest.raises(BadInput, match="streamed"):
         run.model  # noqa: B018
+
+
+def test_a_run_that_was_begun_is_streamed_from_its_start() -> None:
+    model, data = model_of("llama"), ragged()
+    kept = compress(model, data, SHRINK, **FLOAT).model.params
+    run = compress(model, data, SHRINK, **FLOAT)
+    next(run), next(run)
+    streamed = {n: leaf for block in run.stream() for n, leaf in block.state.params.items()}
+    assert streamed.keys() == kept.keys()
+    assert all(torch.equal(dense(leaf), dense(kept[n])) for n, leaf in streamed.items())
+
+
+def test_a_run_that_ended_early_gives_no_model() -> None:
+    run = compress(model_of("llama"), ragged(), SHRINK, **FLOAT)
+    next(run)
+    run.close()
+    with pytest.raises(BadInput, match="ended after 1 of 4 blocks"):
+        run.model  # noqa: B018
+    with pytest.raises(BadInput, match="ended after 1 of 4 blocks"):
+        list(run.stream())
+
+
+def test_a_block_solve_sees_the_whole_block() -> None:
+    calls: list[tuple[set[str], set[str]]] = []
+
+    def apply(state: State, stats: Any, sites: Any) -> Any:
+        calls.append((set(state.params), set(sites)))
+        assert set(sites) <= set(stats)
+        return state, stats
+
+    whole = Transform("solve", "block", SHRINK.init, apply, name="whole")
+    run = compress(model_of("llama"), ragged(), whole, **FLOAT)
+    blocks = list(run)
+    assert [params for params, _ in calls] == [set(b.state.params) for b in blocks[1:3]]
+    assert [len(sites) for _, sites in calls] == [4, 4]
+
+
+def test_where_memory_is_short_a_block_is_measured_before_it_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = model_of("llama"), ragged()
+    monkeypatch.setattr(blocks_module, "_budget", lambda: 0)
+    run = compress(model, data, SHRINK, **FLOAT)
+    short = run.model.params
+    at_once = compress(model, data, AT_ONCE, **FLOAT).model.params
+    assert all(torch.equal(dense(short[n]), dense(at_once[n])) for n in model.params)
+    lines = [w for block in run.report["blocks"] for w in block["weights"]]
+    assert all("still dense" in w["note"] for w in lines)
 
 
 def test_the_report_has_every_weight_with_its_error() -> None:
@@ -377,3 +464,36 @@ def test_a_reparam_that_changes_the_function_is_refused(batches: list[Tensor]) -
     run = compress(model_of("llama"), batches, scaled(4.0, 0.3), **FLOAT)
     with pytest.raises(BadInput, match=r"model\.layers\.0: scaled changes the function by"):
         run.model  # noqa: B018
+
+
+def test_a_transform_that_writes_into_its_input_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False))
+    with pytest.raises(BadInput, match=r"0\.weight: twice changed this weight in place"):
+        compress(module, [torch.ones(2, 4)], leafwise((), lambda w: w.mul_(2), name="twice")).model  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("solve", "what"), [(lambda w: None, "NoneType"), (lambda w: w[:2], "Tensor"), (lambda w: w.double(), "float64")]
+)
+def test_what_a_transform_returns_must_fit(solve: Any, what: str) -> None:
+    with pytest.raises(BadInput, match=rf"0\.weight: odd returned .*{what}"):
+        compress(nn.Sequential(nn.Linear(4, 4)), [torch.ones(2, 4)], leafwise((), solve, name="odd")).model  # noqa: B018
+
+
+def test_batches_that_are_all_masked_or_empty_are_refused() -> None:
+    ids = ragged()[0][None]
+    masked = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
+    with pytest.raises(BadInput, match="no calibration token reached it"):
+        compress(model_of("llama"), [masked], SHRINK, **FLOAT).model  # noqa: B018
+    with pytest.raises(BadInput, match="no calibration token reached it"):
+        compress(nn.Sequential(nn.Linear(4, 4)), [torch.ones(0, 4)], SHRINK).model  # noqa: B018
+
+
+def test_inputs_that_carry_gradients_and_other_dtypes_are_taken() -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    done = compress(net, [x], gptq(scheme("W4A16", group_size=-1))).model
+    assert not any(t.requires_grad for leaf in done.params.values() for t in tensors(leaf))
+    assert x.grad is None
+    half = compress(net, [x], SHRINK, compute_dtype="bfloat16").model.params
+    assert half["0.weight"].dtype == torch.float32

@@ -26,8 +26,17 @@ def test_names_of_float_schemes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("W8A8", "W8A16"), ("w4a8", "W4A16"), ("W4AFP8", "W4A16"), ("FP8", "FP8A16"), ("fp8_dynamic", "FP8A16")]
-    + [("FP8_BLOCK", "FP8A16"), ("INT8", "W8A16"), ("NVFP4", "W4A16"), ("MXFP8", "FP8A16")],
+    [
+        ("W8A8", "W8A16"),
+        ("w4a8", "W4A16"),
+        ("W4AFP8", "W4A16"),
+        ("FP8", "FP8A16"),
+        ("fp8_dynamic", "FP8A16"),
+        ("FP8_BLOCK", "FP8A16"),
+        ("INT8", "W8A16"),
+        ("NVFP4", "W4A16"),
+        ("MXFP8", "FP8A16"),
+    ],
 )
 def test_schemes_that_quantize_activations_are_refused(name: str, instead: str) -> None:
     with pytest.raises(BadInput, match=f"quantizes activations, which this version does not do; try {instead}$"):

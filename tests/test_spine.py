@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -90,6 +91,18 @@ def test_skipped_stops_are_walked_through() -> None:
         run.skip([stops["text.1.0.weight"]])
         assert [stop.name for stop in run] == ["text.0"]
     assert run.rows["text.1.0.weight"] == 11
+
+
+def test_leaving_never_hangs_however_threads_are_switched() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            run, _ = spine({})
+            with run:
+                list(run)
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("reached", [0, 1])

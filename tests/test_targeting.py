@@ -22,8 +22,20 @@ TABLE = {
 
 @pytest.mark.parametrize(
     "pattern",
-    ["model.layers.0.mlp.up.weight", "model.layers.0.mlp.up", "model.layers.0.mlp", "model.layers", "model"]
-    + ["re:.*up$", r"re:model\.layers\.0", "re:model", "Linear", "MLP", "Block", "Llama"],
+    [
+        "model.layers.0.mlp.up.weight",
+        "model.layers.0.mlp.up",
+        "model.layers.0.mlp",
+        "model.layers",
+        "model",
+        "re:.*up$",
+        r"re:model\.layers\.0",
+        "re:model",
+        "Linear",
+        "MLP",
+        "Block",
+        "Llama",
+    ],
 )
 def test_a_weight_is_reached_by_its_names_ancestors_and_classes(pattern: str) -> None:
     assert reaches(pattern, UP)

@@ -1,4 +1,4 @@
-"""The published loops, column by column in float64 with an explicit inverse: written to be compared with, not to be fast."""
+"""The published loops, column by column with an explicit inverse: to be compared with in float64, not to be fast."""
 
 from __future__ import annotations
 

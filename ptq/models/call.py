@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ptq.base import Params, State, Stats
+from ptq.errors import BadInput
 from ptq.models.interpret import Interpreter, Reader, Use, handle
 from ptq.models.model import Model
-from ptq.numerics.leaves import compressed, dense
+from ptq.numerics.leaves import Leaf, compressed, dense
 from ptq.numerics.stats import KINDS
 
 
@@ -33,7 +34,7 @@ def call(model: Model, state: State, *args: Any, **kwargs: Any) -> Any:
         What the stock model returns.
 
     Raises:
-        Refused: an operation that is not understood reads a compressed weight.
+        Refused: an operation that is not understood reads a compressed weight, or one writes into a weight.
 
     >>> from torch import nn
     >>> from ptq.models.skeleton import from_module
@@ -41,6 +42,8 @@ def call(model: Model, state: State, *args: Any, **kwargs: Any) -> Any:
     >>> call(model, State({"weight": torch.tensor([[1.0, 2.0]])}), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
     """
+    if state.maps:
+        raise BadInput(f"activation maps ({next(iter(state.maps))}) are not run by this version; call on State(params)")
     if all(isinstance(leaf, Tensor) for leaf in state.params.values()):
         module = model.module if torch.compiler.is_compiling() else copy.deepcopy(model.module)
         return functional(module, named(state.params, model.aliases), args, kwargs)
@@ -53,10 +56,11 @@ def interpreted(
     read: Reader,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    dtype: torch.dtype | None = None,
+    place: tuple[torch.device | str, torch.dtype | None] = ("cpu", None),
 ) -> Any:
-    """One forward in which `read` serves every parameter, in `dtype` where one is given."""
-    handles = stand_ins(params, dtype)
+    """One forward in which `read` serves every parameter, on a device and in a dtype if one is given."""
+    device, dtype = place
+    handles = stand_ins(params, dtype, device)
     lossy = frozenset(name for name, leaf in params.items() if compressed(leaf))
     module = copy.deepcopy(model.module)
     with Interpreter(handles, read, lossy):
@@ -90,13 +94,14 @@ def stand_ins(
 class Decoder:
     """Serves leaves, decoded when they are read; the last one is kept, since some models read it once per expert."""
 
-    def __init__(self, params: Params) -> None:
+    def __init__(self, params: Params, cast: Callable[[Tensor], Tensor] = lambda value: value) -> None:
         self.params = params
+        self.cast = cast
         self.last: tuple[str, Tensor] | None = None
 
     def __call__(self, use: Use) -> Tensor:
         if self.last is None or self.last[0] != use.name:
-            self.last = (use.name, dense(self.params[use.name]))
+            self.last = (use.name, self.cast(dense(self.params[use.name])))
         return self.last[1]
 
 
@@ -163,8 +168,12 @@ def merge_stats(a: Stats, b: Stats) -> Stats:
 def as_module(model: Model) -> nn.Module:
     """A stock module of its own with the same values, dense; tied parameters stay one parameter."""
     module = copy.deepcopy(model.module)
-    values = {name: nn.Parameter(dense(leaf), requires_grad=False) for name, leaf in model.params.items()}
+    values = {name: nn.Parameter(_own(leaf), requires_grad=False) for name, leaf in model.params.items()}
     for name, value in named(values, model.aliases).items():
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_parameter(leaf, value)
     return module
+
+
+def _own(leaf: Leaf) -> Tensor:
+    return leaf.clone() if isinstance(leaf, Tensor) else dense(leaf)

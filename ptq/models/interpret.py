@@ -70,7 +70,7 @@ class _Handle(NamedTuple):
 class _Operand(NamedTuple):
     """Where a consuming operation takes its weight and its input from."""
 
-    kind: Literal["linear", "table", "conv", "experts"]
+    kind: Literal["linear", "table", "conv", "experts", "other"]
     weight: int
     x: int
     transposed: bool = False
@@ -87,6 +87,7 @@ _SITES: dict[Any, tuple[_Operand, ...]] = {
     T.__rmatmul__: (_Operand("linear", 0, 1, transposed=True), _Operand("linear", 1, 0)),
     **dict.fromkeys((torch.addmm, torch.baddbmm, T.addmm, T.baddbmm), _ADDED),
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), (_Operand("conv", 1, 0),)),
+    torch.einsum: (_Operand("other", 1, 2), _Operand("other", 2, 1)),
     _grouped_mm: (_Operand("experts", 1, 0),),
 }
 _NAMES = ("input", "weight", "bias")
@@ -126,13 +127,19 @@ class Interpreter(TorchFunctionMode):
             for operand in _SITES[func]:
                 if len(args) > operand.weight and id(args[operand.weight]) in self.known:
                     args = self._consume(operand, args)
-        for h in (self.known[id(a)] for a in _flat((args, kwargs)) if id(a) in self.known):
+        self._refuse(func, (args, kwargs))
+        return func(*self._values(args), **self._values(kwargs))
+
+    def _refuse(self, func: Any, arguments: Any) -> None:
+        """What is left in the arguments is read in a way that is not understood."""
+        for h in (self.known[id(a)] for a in _flat(arguments) if id(a) in self.known):
+            if _writes(func):
+                raise Refused(f"{h.name}: {_called(func)} writes into this weight; a forward may only read its weights")
             if h.name in self.compressed:
                 raise Refused(
                     f"{h.name}: {_called(func)} reads this compressed weight in a way that is not understood; leave "
                     "the weight out with `ignore`, or let the model call it through F.linear or matmul"
                 )
-        return func(*self._values(args), **self._values(kwargs))
 
     def _derived(self, h: _Handle, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Records a rearrangement or cast. A contiguous twin on meta tells the new shape, and whether it transposes."""
@@ -163,6 +170,11 @@ class Interpreter(TorchFunctionMode):
             return type(tree)(self._values(v) for v in tree) if type(tree) in (list, tuple) else tree
         h = self.known.get(id(tree))
         return tree if h is None else h.replay(self.read(Use(h.name, "other")))
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _dtype(rest: tuple[Any, ...], kwargs: dict[str, Any], own: torch.dtype) -> torch.dtype:

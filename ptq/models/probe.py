@@ -36,7 +36,10 @@ class Trace(NamedTuple):
     """how often each parameter was read in the one forward"""
     kinds: dict[str, str]
     """parameter -> how it was read first: linear, table, conv, experts, other"""
-    links: tuple[Link, ...]
+    norms: dict[str, str]
+    """site -> the norm whose output it is, for sites that read a norm's"""
+    choosing: frozenset[str]
+    """modules that read a matrix and return more than a tensor: routers, which choose by what they multiply"""
     segments: tuple[Segment, ...]
 
 
@@ -63,7 +66,8 @@ def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
         transposed=frozenset(watch.transposed),
         reads=dict(watch.reads),
         kinds=watch.kinds,
-        links=tuple(_links(watch, model)),
+        norms=dict(watch.norms()),
+        choosing=frozenset(watch.choosing),
         segments=tuple(_segments(model, watch.events)),
     )
 
@@ -103,9 +107,12 @@ class _Watch:
         self.outputs: dict[tuple[int, int], tuple[Tensor, str]] = {}  # a norm's output, kept alive, and the norm
         for path in blocks(module):
             module.get_submodule(path).register_forward_pre_hook(self._enter(path))
+        self.choosing: set[str] = set()
         for path, child in module.named_modules():
             if _is_norm(child):
                 child.register_forward_hook(self._leave(path))
+            if any(p.ndim == 2 for p in child.parameters(recurse=False)):
+                child.register_forward_hook(self._chooses(path))
 
     def __call__(self, use: Use) -> Tensor:
         name = use.name
@@ -121,6 +128,14 @@ class _Watch:
         # One tensor a shape, never written: the system backs it with its page of zeros. An expanded scalar would cost
         # less address space, and a copy of the weight's size at every product.
         return self.zeros.setdefault((leaf.shape, leaf.dtype), torch.zeros(leaf.shape, dtype=leaf.dtype))
+
+    def _chooses(self, path: str) -> Any:
+        return lambda _module, _args, out: None if isinstance(out, Tensor) else self.choosing.add(path)
+
+    def norms(self) -> Iterator[tuple[str, str]]:
+        for x, weights in self.inputs.values():
+            if _memory(x) in self.outputs:
+                yield weights[0], self.outputs[_memory(x)][1]
 
     def _enter(self, path: str) -> Any:
         return lambda *_: self.events.append(("enter", path))
@@ -141,14 +156,10 @@ def _is_norm(module: nn.Module) -> bool:
     return not list(module.children()) and bool(own) and all(p.ndim == 1 for p in own) and hasattr(module, "weight")
 
 
-def _links(watch: _Watch, model: Model) -> Iterator[Link]:
-    """Norms and the weights that read what they wrote."""
-    for x, weights in watch.inputs.values():
-        if _memory(x) in watch.outputs:
-            path = watch.outputs[_memory(x)][1]
-            offset = _offset(model.module.get_submodule(path))
-            if offset is not None:
-                yield Link(f"{path}.weight", tuple(weights), offset)
+def links(model: Model, trace: Trace) -> tuple[Link, ...]:
+    """Norms and the weights that read what they wrote, with what each norm adds to its weight."""
+    found = ((path, trace.sites[site], _offset(model.module.get_submodule(path))) for site, path in trace.norms.items())
+    return tuple(Link(f"{path}.weight", sinks, offset) for path, sinks, offset in found if offset is not None)
 
 
 def _offset(norm: nn.Module) -> float | None:
@@ -164,7 +175,10 @@ def _offset(norm: nn.Module) -> float | None:
         fixed = {n: torch.full(p.shape, w if n == "weight" else 0.0) for n, p in own.items()}
         return functional(norm, fixed, (x,), {})
 
-    at0, at1, at2 = out(0.0), out(1.0), out(2.0)
+    try:
+        at0, at1, at2 = out(0.0), out(1.0), out(2.0)
+    except (TypeError, RuntimeError):  # it takes more than one tensor (a gate), so it is no plain norm
+        return None
     a = at1 - at0
     if not torch.allclose(at2 - at1, a, rtol=1e-3, atol=1e-5) or not bool(a.abs().max() > 0):
         return None

@@ -125,7 +125,7 @@ def _(leaf: Sparse) -> Tensor:
 
 @dense.register
 def _(leaf: Transposed) -> Tensor:
-    return dense(leaf.leaf).mT
+    return dense(leaf.leaf).mT.contiguous()  # as a file would give it, so that products round alike
 
 
 def unquantized(leaf: Leaf) -> Leaf:

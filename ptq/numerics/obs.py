@@ -33,7 +33,7 @@ from ptq.numerics.projections import Projection
 from ptq.numerics.stats import accumulated
 from ptq.types import Diagonal, GramMatrix, Weight
 
-WIDTHS = (128, 32, 8)
+WIDTHS = (128, 32)
 """Columns brought up to date together, from large products to single columns."""
 
 
@@ -161,41 +161,57 @@ def sweep(weight: Weight, factor: Factor, projection: Projection) -> Leaf:
 class _Sweep:
     """One pass over the columns, held as contiguous rows `[*e, in, out]` in the order of elimination.
 
-    Blocks of columns are nested, wide ones first. When one is reached, it takes on all errors before it that the blocks
-    around it have not taken on yet: one product for many columns. Only inside the narrowest ones do errors go from
-    column to column.
+    Blocks of columns are nested, wide ones first. When one is reached it takes on all errors before it that the blocks
+    around it have not taken on yet: one product for many columns. Inside the narrowest ones errors go from column to
+    column. Spans that are wider than those are blocks too, so that a span is up to date when its first column is.
     """
 
     def __init__(self, weight: Tensor, factor: Factor, projection: Projection) -> None:
         stack = torch.broadcast_shapes(weight.shape[:-2], factor.pivot.shape[:-1])
         self.weight, self.factor, self.projection = weight.expand(*stack, -1, -1), factor, projection
         self.facts = projection.fit(self.weight, factor.importance.expand(*stack, -1))
-        self.span = projection.span if projection.choose else WIDTHS[1]
+        self.span = projection.span if projection.choose else WIDTHS[-1]
         self.w = _columns(self.weight, factor)
         self.v = self.w.clone()
         self.error = torch.empty_like(self.w)
         self.chosen: list[Facts] = []
+        self.coming: Iterator[Facts] = iter(())
 
     def run(self) -> Leaf:
-        self.visit(slice(0, self.w.shape[-2]), _widths(self.span), iter(()))
+        self.visit(slice(0, self.w.shape[-2]), _widths(self.span))
         values, order = self.v.to(self.weight.dtype), self.factor.order
         values = values if order is None else selected(values, order.argsort(-1), -2)
         return self.projection.encode(values.mT.contiguous(), joined(self.chosen) if self.chosen else self.facts)
 
-    def visit(self, outer: slice, widths: Sequence[int], facts: Iterator[Facts]) -> None:
+    def visit(self, outer: slice, widths: Sequence[int]) -> None:
         width, *finer = widths
         for a in range(outer.start, outer.stop, width):
             block, before = slice(a, min(a + width, outer.stop)), slice(outer.start, a)
             if a > outer.start:
                 self.v[..., block, :].add_(self.factor.feedback[..., block, before] @ self.error[..., before, :])
-            facts = self.decide(block) if width == self.span else facts
             if finer:
-                self.visit(block, finer, facts)
+                self.visit(block, finer)
             else:
-                self.settle(block, facts)
+                self.settle(block)
 
-    def decide(self, block: slice) -> Iterator[Facts]:
-        """Facts of each column of a block that has taken on all errors before it."""
+    def settle(self, block: slice) -> None:
+        """Projects a block's columns one after the other."""
+        v, w, feedback = self.v[..., block, :], self.w[..., block, :], self.factor.feedback[..., block, block]
+        values: list[Tensor] = []
+        for i, (now, first) in enumerate(zip(v.unbind(-2), w.unbind(-2), strict=True)):
+            if (block.start + i) % self.span == 0:
+                self.coming = self.decide(block.start + i)
+            values.append(self.stored(self.projection.project(now, next(self.coming))))
+            rest = v.shape[-2] - i - 1
+            if rest:
+                taken = feedback.narrow(-2, i + 1, rest).narrow(-1, i, 1) * (first - values[-1]).unsqueeze(-2)
+                v.narrow(-2, i + 1, rest).add_(taken)
+        v.copy_(torch.stack(values, -2))
+        self.error[..., block, :] = w - v
+
+    def decide(self, start: int) -> Iterator[Facts]:
+        """Facts of each column of the span that starts here."""
+        block = slice(start, min(start + self.span, self.w.shape[-2]))
         known = rows(self.facts, self.factor.order, block, self.w.shape[-2])
         if self.projection.choose:
             w = self.compensated(block).mT
@@ -214,19 +230,6 @@ class _Sweep:
         one = torch.eye(within.shape[-1], dtype=w.dtype, device=w.device)
         moves = torch.linalg.solve_triangular(within, one, upper=False, unitriangular=True)
         return w + moves @ (self.v[..., block, :] - w)
-
-    def settle(self, block: slice, facts: Iterator[Facts]) -> None:
-        """Projects a block's columns one after the other."""
-        v, w, feedback = self.v[..., block, :], self.w[..., block, :], self.factor.feedback[..., block, block]
-        values: list[Tensor] = []
-        for i, (now, first, known) in enumerate(zip(v.unbind(-2), w.unbind(-2), facts, strict=False), start=1):
-            values.append(self.stored(self.projection.project(now, known)))
-            rest = v.shape[-2] - i
-            if rest:
-                taken = feedback.narrow(-2, i, rest).narrow(-1, i - 1, 1) * (first - values[-1]).unsqueeze(-2)
-                v.narrow(-2, i, rest).add_(taken)
-        v.copy_(torch.stack(values, -2))
-        self.error[..., block, :] = w - v
 
     def stored(self, values: Tensor) -> Tensor:
         """Values as a loader will see them."""
@@ -263,7 +266,7 @@ def _attempt(h: Tensor, damping: float) -> _Attempt:
     factor = lower.mT.flip(-2, -1)  # A', so that a row holds all that one column takes on
     pivot = factor.diagonal(dim1=-2, dim2=-1).reciprocal()
     failed = (info != 0) | ~pivot.isfinite().all(-1)
-    feedback, used = factor * pivot[..., :, None], torch.full_like(shift[..., 0], damping)
+    feedback, used = factor.mul_(pivot[..., :, None]), torch.full_like(shift[..., 0], damping)
     pivot = torch.where((diagonal == 0) & (diagonal.amax(-1, keepdim=True) > 0), torch.inf, pivot)  # free to change
     return _Attempt(feedback, pivot, used, failed.int(), failed)
 
@@ -298,6 +301,6 @@ def _columns(weight: Tensor, factor: Factor) -> Tensor:
 
 
 def _widths(span: int) -> Sequence[int]:
-    """Nested block widths of which one is the span: wider ones are multiples of it."""
-    wider = {width - width % span for width in WIDTHS if width > span}
-    return sorted(wider | {span} | {width for width in WIDTHS if width < span}, reverse=True)
+    """Nested block widths, such that spans neither cross a block nor start inside one that is out of date."""
+    around, within = {w - w % span for w in WIDTHS if w >= span}, {w for w in WIDTHS if w < span}
+    return sorted(around | within | ({span} if within else set()), reverse=True)

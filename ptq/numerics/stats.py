@@ -86,7 +86,7 @@ class Gram(Statistic):
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        return cls(_zeros((*experts, features, features), dtype), _zeros(experts, dtype))
+        return cls(_zeros((*experts, features, features), dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -109,7 +109,7 @@ class SecondMoment(Statistic):
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        return cls(_zeros((*experts, features), dtype), _zeros(experts, dtype))
+        return cls(_zeros((*experts, features), dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -129,7 +129,7 @@ class AbsMax(Statistic):
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        return cls(_zeros((*experts, features), dtype), _zeros(experts, dtype))
+        return cls(_zeros((*experts, features), dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -149,7 +149,7 @@ class AbsMean(Statistic):
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        return cls(_zeros((*experts, features), dtype), _zeros(experts, dtype))
+        return cls(_zeros((*experts, features), dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -171,7 +171,7 @@ class Range(Statistic):
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
         shape = (*experts, features)
-        return cls(_filled(torch.inf, shape, dtype), _filled(-torch.inf, shape, dtype), _zeros(experts, dtype))
+        return cls(_filled(torch.inf, shape, dtype), _filled(-torch.inf, shape, dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -214,8 +214,7 @@ def _amax(x: Tensor, of_nothing: float) -> Tensor:
 
 
 def _count(x: Tensor) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.full(x.shape[:-2], x.shape[-2], dtype=dtype, device=x.device)
+    return torch.full(x.shape[:-2], x.shape[-2], dtype=torch.int64, device=x.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

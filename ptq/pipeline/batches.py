@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ptq.errors import BadInput
 from ptq.models.model import Model
+from ptq.pipeline.place import Place
 from ptq.pipeline.spine import Batch
 
 _TOKENS = 4096  # of a micro-batch: enough for full GEMM speed, few enough to keep one layer's activations in memory
 
 
 def micro_batches(model: Model, batches: Iterable[Any], batch_size: int | None = None) -> list[Batch]:
-    """Materialises a calibration set as micro-batches; what they hold does not change any result.
+    """Materialises a calibration set as micro-batches; how it is cut changes results by rounding only.
 
     Args:
         model: its forward's signature is looked at.
@@ -31,8 +33,11 @@ def micro_batches(model: Model, batches: Iterable[Any], batch_size: int | None =
     rows: dict[int, list[Tensor]] = {}
     made: list[Batch] = []
     fixed = _fixed(model)
+    if batch_size is not None and batch_size < 1:
+        raise BadInput(f"batch size {batch_size}: expected at least 1 sample")
     for i, batch in enumerate(batches):
         if isinstance(batch, Mapping):
+            _check_mask(i, batch)
             made.append(Batch((), {**batch, **fixed}))
         elif isinstance(batch, Tensor) and _is_ids(model, batch):
             for row in batch.reshape(-1, batch.shape[-1]):
@@ -47,8 +52,18 @@ def micro_batches(model: Model, batches: Iterable[Any], batch_size: int | None =
     return made
 
 
+def _check_mask(i: int, batch: Mapping[str, Any]) -> None:
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
+        raise BadInput(f"batch {i}: attention_mask is {tuple(mask.shape)}, expected input_ids' {tuple(ids.shape)}")
+
+
 def _is_ids(model: Model, batch: Tensor) -> bool:
-    return model.config is not None and not batch.is_floating_point() and batch.ndim in (1, 2)
+    if model.config is None or batch.is_floating_point():
+        return False
+    if batch.ndim not in (1, 2) or not batch.numel():
+        raise BadInput(f"token ids of shape {tuple(batch.shape)}: expected [tokens] or [samples, tokens], not empty")
+    return True
 
 
 def _stacked(rows: list[Tensor], batch_size: int | None) -> Iterator[Tensor]:
@@ -74,6 +89,11 @@ def few_tokens(batch: Batch) -> Batch:
     return batch._replace(kwargs={**batch.kwargs, "input_ids": ids[:1, :8]})
 
 
+def at(batch: Batch, place: Place) -> Batch:
+    """The same batch where and as it is computed with: numbers in the forward's dtype, ids and masks as they are."""
+    return pytree.tree_map(lambda t: place.cast(t.detach()) if isinstance(t, Tensor) else t, batch)
+
+
 def row_mask(batch: Batch) -> Tensor | None:
     """The flattened attention mask, where one is given and it hides something: masked tokens count nowhere."""
     mask = batch.kwargs.get("attention_mask")
@@ -84,5 +104,5 @@ def row_mask(batch: Batch) -> Tensor | None:
 
 def rows(x: Tensor, mask: Tensor | None) -> Tensor:
     """An input as `[tokens, in]`, without masked tokens. Inputs of other lengths (a vision tower's) have no mask."""
-    flat = x.flatten(end_dim=-2)
+    flat = x.detach().flatten(end_dim=-2)
     return flat[mask] if mask is not None and len(mask) == len(flat) else flat

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ptq._tree import tensors
 from ptq.base import Params, State, Stats, oriented
 from ptq.errors import BadInput
 from ptq.models.call import Observer, functional, merge_stats, stand_ins
@@ -23,7 +22,7 @@ from ptq.numerics.stats import KINDS
 from ptq.pipeline.batches import row_mask, rows
 from ptq.pipeline.plan import Member, Plan, extras, stage_sites
 from ptq.pipeline.spine import Batch
-from ptq.pipeline.weights import Weights
+from ptq.pipeline.weights import Weights, refuse_not_finite, refuse_unmeasured
 
 Arrived = Mapping[int, Any]
 """micro-batch -> what it brought to a stop"""
@@ -57,19 +56,30 @@ class BlockRunner:
             self.todo |= {s.name for s in plan.segments if s.module is not None}  # entries that must be met
         self._masks = [row_mask(batch) for batch in batches]
         self._rows: dict[str, list[dict[str, Any]]] = {}
+        self._notes: dict[str, list[str]] = {}
 
     def rows(self, segment: Segment) -> list[dict[str, Any]]:
         """The report's lines for a segment's weights."""
         return self._rows.pop(segment.name, [])
 
     def enter(self, segment: Segment, arrived: Arrived) -> bool:
-        """At a block's entry: reparams, and solves that must see the whole block. True: nothing is left to solve."""
+        """At a block's entry: reparams; and solves, where they must see the whole block or memory is short.
+
+        Those two are measured in a forward of the parked block before all micro-batches go through it: two forwards.
+        Returns whether the block is solved.
+        """
         self.weights.begin_block()
         for member in self.reparams:
             self._reparam(segment, member, arrived)
         self.todo.discard(segment.name)
-        if not self._at_once(segment, arrived):
+        own = set(self._own(segment))
+        whole = any(m.transform.scope == "block" and own & set(m.sites) for m in self.solves)
+        parked = _parked_bytes(segment, arrived, self.weights.params)
+        if not own or not (whole or parked > _budget()):
             return False
+        if not whole:
+            room = f"parked inputs of {parked / 2**30:.1f} GiB would not fit"
+            self._notes[segment.name] = [f"measured with the rest of the block still dense, since {room}"]
         kinds = {site: self.sites[site] for site in self._own(segment)}
         self.solve_segment(segment, self._observed(segment, arrived, kinds))
         return True
@@ -101,19 +111,24 @@ class BlockRunner:
     def _own(self, segment: Segment) -> list[str]:
         return [site for site in self.sites if self.home[site] == segment]
 
+    @torch.no_grad()
     def _solve(self, segment: Segment, sites: Sequence[str], stats: Stats) -> None:
         names = list(dict.fromkeys(w for m in self.solves for s in sites for w in m.sites.get(s, ())))
         if not names:
             return
-        _refuse_not_finite(stats)
-        before = self.weights.load(names)
+        refuse_unmeasured(stats)
+        refuse_not_finite(stats)
+        whole = any(m.transform.scope == "block" for m in self.solves)
+        before = self.weights.load(segment.params if whole else names)
         state, after = State(before), stats
         for member in self.solves:
-            for site in sites:  # one site at a time, so that a transform's key is the site's
-                if site in member.sites:
-                    given = extras(member, self.seed, site)
-                    state, after = member.transform.apply(state, after, {site: member.sites[site]}, **given)
-        self.weights.store(state.params)
+            mine = {site: member.sites[site] for site in sites if site in member.sites}
+            # One site at a time unless the transform wants more, so that its key is the site's.
+            for part in [mine] if member.transform.scope == "block" else [{site: mine[site]} for site in mine]:
+                given = extras(member, self.seed, next(iter(part), segment.name))
+                state, after = member.transform.apply(state, after, part, **given)
+        self.weights.refuse_written(before, ", ".join(m.transform.name for m in self.solves))
+        self.weights.store({n: leaf for n, leaf in state.params.items() if leaf is not before[n]})
         self.todo -= set(sites)
         reads = {w: s for m in self.solves for s in sites for w in m.sites.get(s, ())}
         lines = (self._line(n, reads[n], before[n], state.params[n], stats, after) for n in names)
@@ -125,6 +140,7 @@ class BlockRunner:
         outcome = seen.get(name, {}).get("outcome")
         count = max((int(s.count.sum()) for s in kinds.values()), default=0)
         notes = [outcome.note] if outcome and outcome.note else []
+        notes += self._notes.get(self.home[site].name, [])
         if self.plan.trace.reads.get(name, 1) > 1:
             notes.append(f"read {self.plan.trace.reads[name]} times in a forward, measured at the first")
         if name in self.plan.untied:
@@ -139,21 +155,12 @@ class BlockRunner:
             "note": "; ".join(notes),
         }
 
-    def _at_once(self, segment: Segment, arrived: Arrived) -> bool:
-        """Whether a block is measured in a forward of its own, before all micro-batches go through it.
-
-        Needed where a solve must see the whole block, and where parked inputs would not fit into memory.
-        """
-        own = set(self._own(segment))
-        whole = any(m.transform.scope == "block" and own & set(m.sites) for m in self.solves)
-        return bool(own) and (whole or _parked_bytes(segment, arrived, self.weights.params) > _budget())
-
     def _observed(self, segment: Segment, arrived: Arrived, kinds: Mapping[str, Sequence[str]]) -> Stats:
         """Statistics of a parked block on its present weights."""
         stats: Stats = {}
         for i, (args, kwargs) in arrived.items():
             watch = Observer(self.weights, kinds, lambda x, i=i: rows(x, self._masks[i]))
-            self._block(segment, args, kwargs, watch, self.weights.dtype)
+            self._block(segment, args, kwargs, watch, self.weights.place.dtype)
             stats = merge_stats(stats, watch.stats)
         return stats
 
@@ -164,10 +171,11 @@ class BlockRunner:
         module = copy.deepcopy(self.module.get_submodule(segment.module or ""))
         prefix = f"{segment.module}." if segment.module else ""
         local = {n: self.weights.params[n] for n in segment.params}
-        handles = stand_ins(local, dtype, self.weights.device)
+        handles = stand_ins(local, dtype, self.weights.place.device)
         with torch.no_grad(), Interpreter(handles, read):
             return functional(module, {n.removeprefix(prefix): h for n, h in handles.items()}, args, kwargs)
 
+    @torch.no_grad()
     def _reparam(self, segment: Segment, member: Member, arrived: Arrived) -> None:
         sites = {s: ws for s, ws in member.sites.items() if self.home[s] == segment}
         links = tuple(link for link in member.links if link.source in segment.params)
@@ -196,15 +204,6 @@ class BlockRunner:
                 f"{segment.name}: {member.transform.name} changes the function by {change:.1e} (limit {limit:.1e}) "
                 f"through {feeding or 'its weights'}; leave this block out with `ignore`"
             )
-
-
-def _refuse_not_finite(stats: Stats) -> None:
-    """NaN and infinity in an input show in every statistic of it; in a Gram matrix, on its diagonal."""
-    for site, kinds in stats.items():
-        for kind, statistic in kinds.items():
-            values = [statistic.sum.diagonal(dim1=-2, dim2=-1)] if kind == "gram" else tensors(statistic)
-            if not all(bool(t.isfinite().all()) for t in values):
-                raise BadInput(f"{site}: its input has NaN or infinite activations ({kind}); check weights and data")
 
 
 def _serve(params: Params) -> Reader:

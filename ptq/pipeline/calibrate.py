@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ from torch import nn
 
 from ptq.base import Stats
 from ptq.errors import BadInput
-from ptq.models.call import Observer, interpreted, merge_stats
+from ptq.models.call import Decoder, Observer, interpreted, merge_stats
 from ptq.models.model import Model
 from ptq.models.probe import probe
-from ptq.models.skeleton import from_module, rebuilt
+from ptq.models.skeleton import from_module
 from ptq.numerics.stats import KINDS
-from ptq.pipeline.batches import few_tokens, micro_batches, row_mask, rows
-from ptq.pipeline.place import resolve
+from ptq.pipeline.batches import at, few_tokens, micro_batches, row_mask, rows
+from ptq.pipeline.place import computed, resolve
 from ptq.pipeline.plan import label_table
-from ptq.pipeline.weights import Weights
+from ptq.pipeline.weights import refuse_not_finite
 
 
 def calibrate(
@@ -65,16 +65,16 @@ def calibrate(
     trace = probe(source, *example.args, **example.kwargs)
     table = label_table(source, trace)
     wanted = [site for site, weights in trace.sites.items() if any(table[w].default for w in weights if w in table)]
-    weights = Weights(source.params, trace.transposed, place.dtype, place.device)
-    computing = replace(source, module=rebuilt(source.module, place.dtype)) if place.dtype else source
+    computing = computed(source, place)
     stats: Stats = {}
-    for batch in made:
+    for batch in (at(b, place) for b in made):
         mask = row_mask(batch)
-        watch = Observer(weights, dict.fromkeys(wanted, tuple(kinds)), lambda x, mask=mask: rows(x, mask))
-        weights.begin_block()
+        decode = Decoder(source.params, place.cast)  # a weight at a time, so that a model of any size can be measured
+        watch = Observer(decode, dict.fromkeys(wanted, tuple(kinds)), lambda x, mask=mask: rows(x, mask))
         with torch.no_grad():
-            interpreted(computing, weights.params, watch, batch.args, batch.kwargs, place.dtype)
+            interpreted(computing, source.params, watch, batch.args, batch.kwargs, place)
         stats = merge_stats(stats, watch.stats)
+    refuse_not_finite(stats)
     return stats
 
 

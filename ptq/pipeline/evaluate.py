@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,14 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ptq.errors import BadInput
-from ptq.models.call import interpreted
+from ptq.models.call import Decoder, interpreted
 from ptq.models.model import Model
-from ptq.models.skeleton import rebuilt
-from ptq.numerics.leaves import dense
-from ptq.pipeline.batches import micro_batches
-from ptq.pipeline.place import Place, resolve
+from ptq.pipeline.batches import at, micro_batches
+from ptq.pipeline.place import Place, computed, resolve
 from ptq.pipeline.spine import Batch
-from ptq.pipeline.weights import Weights
 
 _CHUNK = 1 << 24  # logits in float32 at a time: 64 MiB
 
@@ -49,9 +45,9 @@ def perplexity(
         BadInput: there is nothing to predict, the model has no logits, or they are NaN or infinite.
     """
     place = resolve(device, compute_dtype, model)
-    computing = replace(model, module=rebuilt(model.module, place.dtype)) if place.dtype else model
+    computing = computed(model, place)
     loss, count = 0.0, 0
-    for batch in micro_batches(model, batches, batch_size):
+    for batch in (at(b, place) for b in micro_batches(model, batches, batch_size)):
         labels = _labels(batch)
         logits = _logits(computing, batch, place)[:, :-1]
         loss += _loss(logits, labels.to(logits.device))
@@ -64,11 +60,9 @@ def perplexity(
 
 
 def _logits(model: Model, batch: Batch, place: Place) -> Tensor:
-    cast = Weights(model.params, frozenset(), place.dtype, place.device).cast
     with torch.no_grad():
-        out = interpreted(
-            model, model.params, lambda use: cast(dense(model.params[use.name])), batch.args, batch.kwargs, place.dtype
-        )
+        decode = Decoder(model.params, place.cast)
+        out = interpreted(model, model.params, decode, batch.args, batch.kwargs, place)
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor):
         raise BadInput(f"{type(model.module).__name__}: its output has no logits; perplexity needs a language model")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ptq.errors import BadInput
 from ptq.models.model import Model
+from ptq.models.skeleton import buffers, rebuilt, set_buffers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -18,6 +22,18 @@ class Place(NamedTuple):
     device: torch.device
     dtype: torch.dtype | None
     """of forwards; None: each parameter's own"""
+
+    def cast(self, value: Tensor) -> Tensor:
+        """A parameter as it is computed with."""
+        dtype = self.dtype if self.dtype and value.is_floating_point() else value.dtype
+        return value.to(device=self.device, dtype=dtype)
+
+
+def computed(model: Model, place: Place) -> Model:
+    """The model with a skeleton to compute with there: its buffers in the right dtype and on the device."""
+    module = rebuilt(model.module, place.dtype) if place.dtype else copy.deepcopy(model.module)
+    set_buffers(module, {name: b.to(place.device) for name, b in buffers(module).items()})
+    return replace(model, module=module)
 
 
 def resolve(device: str | torch.device, compute_dtype: str | torch.dtype, model: Model) -> Place:

@@ -14,7 +14,7 @@ from ptq.base import Link, Params, Sites, Stage, State, Transform
 from ptq.errors import BadInput
 from ptq.models.model import Model
 from ptq.models.naming import names_in_files
-from ptq.models.probe import Segment, Trace, probe
+from ptq.models.probe import Segment, Trace, links, probe
 from ptq.numerics.leaves import Leaf, Transposed, compressed
 from ptq.pipeline.spine import Batch
 from ptq.targeting import Labels, label, select
@@ -48,13 +48,16 @@ def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
     Raises:
         BadInput: a target matches nothing, a weight has the wrong shape or is compressed already, ...
     """
+    if model.state.maps:
+        raise BadInput(f"activation maps ({next(iter(model.state.maps))}) are not run by this version")
     loose = _untied(model)
     trace = probe(loose, *example.args, **example.kwargs)
     table = label_table(loose, trace)
     chosen = [[(t, select(t.select, table)) for t in stage] for stage in stages]
     taken = {name for stage in chosen for _, names in stage for name in names}
     settled = _settled(model, taken)
-    members = tuple(tuple(_member(t, names, settled, trace) for t, names in stage) for stage in chosen)
+    found = links(loose, trace) if any("links" in t.needs for stage in stages for t in stage) else ()
+    members = tuple(tuple(_member(t, names, settled, trace, found) for t, names in stage) for stage in chosen)
     segments = tuple(s for s in (_present(s, settled.params) for s in trace.segments) if s.params)
     untied = tuple(n for n in settled.params if n not in model.params)
     return Plan(settled, members, trace, segments, untied)
@@ -64,7 +67,7 @@ def label_table(model: Model, trace: Trace) -> dict[str, Labels]:
     """What patterns are compared with, for every matrix the model reads, in parameter order."""
     classes = {path: type(m).__name__ for path, m in model.module.named_modules()}
     inside = {name for s in trace.segments if s.module is not None for name in s.params}
-    linear = {w for weights in trace.sites.values() for w in weights}
+    linear = {w for ws in trace.sites.values() for w in ws if w.rpartition(".")[0] not in trace.choosing}
     stored = names_in_files(model.module, {n: leaf.shape for n, leaf in model.params.items()})
     return {
         name: label(name, classes, default=name in inside and name in linear, others=stored.get(name, ()))
@@ -98,24 +101,33 @@ def _present(segment: Segment, params: Params) -> Segment:
     return segment._replace(params=tuple(n for n in segment.params if n in params))
 
 
-def _member(t: Transform, names: Sequence[str], model: Model, trace: Trace) -> Member:
+def _member(t: Transform, names: Sequence[str], model: Model, trace: Trace, found: tuple[Link, ...]) -> Member:
     if t.scope == "model" or t.needs - {"links", "key"}:
         raise BadInput(f"{t.name}: scope {t.scope!r} with extras {sorted(t.needs)} is not supported by this version")
     wanted = set(names)
     sites = {s: kept for s, ws in trace.sites.items() if (kept := tuple(w for w in ws if w in wanted))}
     read = {w for ws in sites.values() for w in ws}
     sites.update({n: (n,) for n in names if n not in read})
-    links = tuple(_whole(link, wanted, t) for link in trace.links if wanted & set(link.sinks))
-    extras = {"links": links} if "links" in t.needs else {}
-    stats = t.init(State(_abstract(model.params, names, trace)), sites, **extras)
+    _refuse_outside(t, sites, trace)
+    linked = tuple(_whole(k, wanted, t) for k in found if wanted & set(k.sinks)) if "links" in t.needs else ()
+    given = {"links": linked} if "links" in t.needs else {}
+    stats = t.init(State(_abstract(model.params, names, trace)), sites, **given)
     for site in (s for s in stats if s not in trace.sites):
         raise BadInput(f"{site}: {t.name} needs to see its input, but no linear reads it; use a method without data")
-    return Member(t, sites, {site: tuple(kinds) for site, kinds in stats.items()}, links)
+    return Member(t, sites, {site: tuple(kinds) for site, kinds in stats.items()}, linked)
+
+
+def _refuse_outside(t: Transform, sites: Sites, trace: Trace) -> None:
+    """A reparam is checked by running a block, so all that it changes must lie in one."""
+    inside = {name for s in trace.segments if s.module is not None for name in s.params}
+    strangers = [site for site in sites if site not in inside]
+    if t.kind == "reparam" and strangers:
+        raise BadInput(f"{t.name}: {', '.join(strangers)} lies outside the blocks, where its function is not checked")
 
 
 def _whole(link: Link, wanted: set[str], t: Transform) -> Link:
     missing = [w for w in link.sinks if w not in wanted]
-    if "links" in t.needs and missing:
+    if missing:
         raise BadInput(f"{t.name}: {link.source} also feeds {', '.join(missing)}; target all of its readers or none")
     return link
 
@@ -145,7 +157,7 @@ def describe(stages: Sequence[Stage]) -> list[list[str]]:
     return [[t.name for t in stage] for stage in stages]
 
 
-def extras(member: Member, seed: int, site: str, links: tuple[Link, ...] = ()) -> dict[str, Any]:
+def extras(member: Member, seed: int, site: str, linked: tuple[Link, ...] = ()) -> dict[str, Any]:
     """What a transform asked for by name."""
-    given = {"links": links, "key": zlib.crc32(f"{seed}/{site}".encode())}
+    given = {"links": linked, "key": zlib.crc32(f"{seed}/{site}".encode())}
     return {name: value for name, value in given.items() if name in member.transform.needs}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import resource
+import sys
 from collections.abc import Container
 from functools import singledispatch
 from importlib.metadata import PackageNotFoundError, version
@@ -42,6 +44,12 @@ def totals(sized: Size, seconds: float) -> dict[str, Any]:
     """The report's last lines; bits per weight are those of the compressed weights, scales and zero points included."""
     bits = 8 * sized.compressed / sized.weights if sized.weights else None
     return {"bits_per_weight": bits, "bytes": sized.total, "seconds": seconds}
+
+
+def peak_bytes() -> int:
+    """The most memory this process has had resident so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, kilobytes elsewhere
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,18 +11,18 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from ptq.base import Params, Stage, State, Transform, chain
+from ptq.base import Stage, State, Transform, chain
 from ptq.errors import BadInput
 from ptq.models.call import stand_ins
 from ptq.models.model import Model
 from ptq.models.probe import Segment
-from ptq.models.skeleton import from_module, rebuilt
+from ptq.models.skeleton import from_module
 from ptq.numerics.leaves import compressed
-from ptq.pipeline.batches import few_tokens, micro_batches
+from ptq.pipeline.batches import at, few_tokens, micro_batches
 from ptq.pipeline.blocks import BlockRunner
-from ptq.pipeline.place import Place, resolve
+from ptq.pipeline.place import Place, computed, resolve
 from ptq.pipeline.plan import Member, Plan, describe, make_plan
-from ptq.pipeline.report import Size, size, totals, versions
+from ptq.pipeline.report import Size, peak_bytes, size, totals, versions
 from ptq.pipeline.spine import Batch, Spine, Stop
 from ptq.pipeline.weights import Weights
 
@@ -49,7 +48,7 @@ class Run:
         """the model that the run began from, ties settled"""
         self._began = time.perf_counter()
         self._reports: list[dict[str, Any]] = []
-        self._kept: Params | None = {}
+        self._kept: list[Block] | None = []
         self._size = Size()
         self._head = {"recipe": recipe, "seed": seed, "versions": versions()}
         self._blocks = _stages(plan, batches, seed, how, self._finish)
@@ -67,23 +66,34 @@ class Run:
         self._reports.append(block.report)
         self._size = self._size.plus(size(block.state.params, {w["name"] for w in block.report["weights"]}))
         if self._kept is not None:
-            self._kept.update(block.state.params)
+            self._kept.append(block)
         return block
 
     def stream(self) -> Iterator[Block]:
-        """The blocks that are left, of which nothing is kept."""
-        self._kept = None
+        """All blocks, those that were taken already first; nothing is kept."""
+        taken, self._kept = self._held(), None
+        yield from taken
         yield from self
+        self._complete()
+
+    def _held(self) -> list[Block]:
+        if self._kept is None:
+            raise BadInput("this run was streamed to a file and kept nothing; load the file instead")
+        return self._kept
+
+    def _complete(self) -> None:
+        if len(self._reports) < len(self):
+            raise BadInput(f"this run ended after {len(self._reports)} of {len(self)} blocks; start a new one")
 
     @property
     def model(self) -> Model:
         """The finished model."""
+        held = self._held()
         for _ in self:
             pass
-        if self._kept is None:
-            raise BadInput("this run was streamed to a file and kept nothing; load the file instead")
-        state = self.start.state._replace(params={n: self._kept[n] for n in self.start.params})
-        return replace(self.start, state=state)
+        self._complete()
+        made = {name: leaf for block in held for name, leaf in block.state.params.items()}
+        return replace(self.start, state=self.start.state._replace(params={n: made[n] for n in self.start.params}))
 
     @property
     def report(self) -> dict[str, Any]:
@@ -148,11 +158,19 @@ def compress(
     """
     source = model if isinstance(model, Model) else from_module(model)
     made = micro_batches(source, batches, batch_size) if batches is not None else []
-    staged = tuple(chain(stage) for stage in stages)
+    staged = tuple(_stage(stage) for stage in stages)
     plan = make_plan(source, staged, _example(source, made))
     if not made and any(_needs_data(m) for stage in plan.stages for m in stage):
         raise BadInput("this recipe measures activations: give batches (on the command line: --data)")
     return Run(plan, made, describe(staged), seed, resolve(device, compute_dtype, source))
+
+
+def _stage(given: Any) -> Stage:
+    """A stage out of what a caller passed, which no type checker may have seen."""
+    members = (given,) if isinstance(given, Transform) else given
+    if not isinstance(members, tuple) or not all(isinstance(t, Transform) for t in members):  # type: ignore[misc]
+        raise BadInput(f"compress: got {type(given).__name__}, expected transforms and stages; unpack recipes with *")
+    return chain(*members)  # type: ignore[misc]
 
 
 def _example(model: Model, made: Sequence[Batch]) -> Batch:
@@ -175,7 +193,8 @@ Finish = Callable[[Weights, Segment], None]
 
 def _stages(plan: Plan, batches: Sequence[Batch], seed: int, how: Place, finish: Finish) -> Generator[Block]:
     """All stages; only the last one's blocks are finished and come out."""
-    weights = Weights(plan.model.params, plan.trace.transposed, how.dtype, how.device)
+    weights = Weights(plan.model.params, plan.trace.transposed, how)
+    batches = [at(batch, how) for batch in batches]
     stages = plan.stages or ((),)
     for members in stages[:-1]:
         for _ in _scan(plan, members, batches, weights, seed, lambda *_: None):
@@ -192,8 +211,7 @@ def _scan(
     steps = _spined(plan, batches, weights, runner, finish) if forward else _dataless(plan, weights, runner, finish)
     began = time.perf_counter()
     for segment in steps:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        report = {"name": segment.name, "seconds": time.perf_counter() - began, "peak_bytes": peak}
+        report = {"name": segment.name, "seconds": time.perf_counter() - began, "peak_bytes": peak_bytes()}
         leaves = {n: weights.params[n] for n in segment.params}
         yield Block(segment.name, State(leaves), {**report, "weights": runner.rows(segment)})
         began = time.perf_counter()
@@ -215,8 +233,8 @@ def _spined(
     at = {s.module: s for s in plan.segments if s.module is not None}
     entries = {path: Stop(min(order[n] for n in s.params), 0, path) for path, s in at.items()}
     sites = {w: Stop(order[s], 1, s) for s in runner.sites for w in plan.trace.sites.get(s, ())}
-    module = rebuilt(plan.model.module, weights.dtype) if weights.dtype else plan.model.module
-    handles = stand_ins(plan.model.params, weights.dtype, weights.device)
+    module = computed(plan.model, weights.place).module
+    handles = stand_ins(plan.model.params, weights.place.dtype, weights.place.device)
     lossy = frozenset(n for n, leaf in weights.params.items() if compressed(leaf))
     place = {s: i for i, s in enumerate(plan.segments)}
     left = list(plan.segments)

@@ -83,17 +83,21 @@ class Spine:
         self._ready = list(range(len(batches)))
         self._stopping = False
         self._error: BaseException | None = None
-        self._threads = self._started()
+        self._threads: list[threading.Thread] = []
+        self._start()
 
-    def _started(self) -> list[threading.Thread]:
+    def _start(self) -> None:
         before = threading.stack_size(_STACK)
         try:
-            threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(len(self._batches))]
-            for thread in threads:
+            for i in range(len(self._batches)):
+                thread = threading.Thread(target=self._work, args=(i,), daemon=True)
                 thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the system gives no more threads
+            self.close()
+            raise
         finally:
             threading.stack_size(before)
-        return threads
 
     def __enter__(self) -> Self:
         return self
@@ -123,10 +127,9 @@ class Spine:
         """Ends every thread, wherever it is."""
         self._stopping = True
         self.waiting.clear()
-        for i, thread in enumerate(self._threads):
-            if thread.is_alive():
-                self._go[i].release()
-                self._back.acquire()
+        for go in self._go:
+            go.release()
+        for thread in self._threads:
             thread.join()
 
     def _run(self, i: int) -> None:

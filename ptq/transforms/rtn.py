@@ -1,6 +1,6 @@
-"""Round to nearest: each weight by itself, with well-chosen scales.
+"""Round to nearest: each weight by itself.
 
-Objective: `min_s sum (Q_s(w) - w)^2`, tile by tile; a scale search alone recovers much of what solvers gain.
+Objective: `min |Q(w) - w|` for each weight, over the values of its grid. The baseline of every other method.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from ptq.numerics.schemes import Scheme
 from ptq.numerics.stats import SecondMoment
 
 
-def rtn(scheme: Scheme, fit: Fit = "mse") -> Transform:
+def rtn(scheme: Scheme, fit: Fit = "minmax") -> Transform:
     """Rounds every weight to the nearest value of its grid. A leaf that is sparse already keeps its mask.
 
     Args:
         scheme: grid and granularity.
         fit: how scales are chosen: "minmax", "mse", or "gram", which weights each column's error by the second moment
-            of its input and so needs data.
+            of its input and so needs data. Without compensation a smaller error of the weights alone did not make a
+            better model: SmolLM2 at 4 bits, groups of 64, has perplexity 51.7 with "minmax" and 52.9 with "mse".
 
     Example:
         >>> import torch

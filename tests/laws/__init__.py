@@ -1,0 +1,1 @@
+"""Laws that members must obey, a file for each kind of member."""

@@ -1,0 +1,75 @@
+"""Small members and comparisons that the laws of all kinds use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ptq._tree import NAMESPACE, tensors
+from ptq.numerics.fits import fit, quantize
+from ptq.numerics.grids import Float8, Int
+from ptq.numerics.leaves import Leaf, Sparse, Transposed
+from ptq.numerics.patterns import NM
+from ptq.numerics.schemes import Scheme
+from ptq.numerics.stats import Statistic
+from strategies import randn
+
+W4 = Scheme(Int(4), "group", 8)
+W3_ASYM = Scheme(Int(3), "channel", symmetric=False)
+FP8 = Scheme(Float8(), "channel")
+OUT, IN = 6, 16
+
+
+def leaf(kind: str, *experts: int) -> Leaf:
+    """A leaf of each kind, `[*experts, OUT, IN]`."""
+    w = randn(3, *experts, OUT, IN, dtype=torch.bfloat16)
+    mask = NM(keep=2, of=4).mask(w.abs())
+    four = quantize(w, *fit(w, W4), W4.grid)
+    return {
+        "tensor": w,
+        "int4": four,
+        "int3 asymmetric": quantize(w, *fit(w, W3_ASYM), W3_ASYM.grid),
+        "fp8": quantize(w, *fit(w, FP8), FP8.grid),
+        "sparse": Sparse(w.masked_fill(~mask, 0), mask, NM(keep=2, of=4)),
+        "sparse int4": Sparse(four, mask, None),
+        "transposed int4": Transposed(four),
+        "transposed": Transposed(w),
+    }[kind]
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.reshape(-1).contiguous().view(torch.uint8)
+
+
+def identical(a: Any, b: Any) -> bool:
+    """The same structure with bit-equal tensors."""
+    (x, s), (y, t) = (optree.tree_flatten(tree, namespace=NAMESPACE) for tree in (a, b))
+    return s == t and all(p.dtype == q.dtype and torch.equal(bits(p), bits(q)) for p, q in zip(x, y, strict=True))
+
+
+class untouched:  # noqa: N801  # a context manager, used like a function
+    """Checks that the tensors of a tree are bit-equal with the same version after a block."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tensors = tensors(tree)
+        self.before = [(t.clone(), t._version) for t in self.tensors]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None:
+        for t, (copy, version) in zip(self.tensors, self.before, strict=True):
+            assert t._version == version
+            assert torch.equal(bits(t), bits(copy))
+
+
+def close(a: Statistic, b: Statistic, tolerance: float = 1e-12) -> None:
+    """Equal up to rounding: exact means 1e-12 of the largest entry in float64, 1e-6 in float32."""
+    for p, q in zip(tensors(a), tensors(b), strict=True):
+        finite = q.isfinite()
+        size = q[finite].abs().max() if finite.any() else torch.tensor(1.0)
+        assert torch.equal(p.isfinite(), finite)
+        assert torch.equal(p[~finite], q[~finite])
+        assert torch.allclose(p[finite], q[finite], rtol=0, atol=tolerance * max(1e-30, float(size)))
