@@ -13,6 +13,10 @@ class BadInput(PtqError, ValueError):
     """The caller's input cannot work: a file, a recipe, a shape, a pattern. The command line exits with 2."""
 
 
+class NotRead(UserWarning):
+    """A checkpoint asks for something that is left aside. The command line shows it with the result."""
+
+
 class NoMatch(BadInput):
     """A target pattern matches no weight."""
 

@@ -43,7 +43,7 @@ def ternary() -> Projection:
 
 SOLVES: dict[str, Callable[[], Transform]] = {
     "rtn minmax": lambda: rtn(W4, "minmax"),
-    "rtn mse": lambda: rtn(W3_ASYM),
+    "rtn mse": lambda: rtn(W3_ASYM, "mse"),
     "rtn gram": lambda: rtn(W4, "gram"),
     "rtn fp8": lambda: rtn(FP8),
     "magnitude 50": lambda: magnitude(Unstructured(0.5), "row"),
@@ -52,7 +52,9 @@ SOLVES: dict[str, Callable[[], Transform]] = {
     "wanda 2:4": lambda: wanda(NM(keep=2, of=4)),
     "gptq": lambda: gptq(W4),
     "gptq natural": lambda: gptq(W3_ASYM, order=None, fit="mse"),
-    "gptq refresh": lambda: gptq(W4, refresh=True),
+    # With zero points: a symmetric minmax scale puts the largest weight on a tie, and its rounding would then hang on
+    # the last bit of what was compensated.
+    "gptq refresh": lambda: gptq(Scheme(Int(4), "group", 8, symmetric=False), refresh=True),
     "gptq fp8": lambda: gptq(FP8, fit="minmax"),
     "sparsegpt 37": lambda: sparsegpt(Unstructured(0.37)),
     "sparsegpt 2:4": lambda: sparsegpt(NM(keep=2, of=4)),

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints import GOLDEN
 from conftest import llama_config, stock
 from ptq.cli.main import main
 
@@ -290,12 +291,26 @@ def test_report_that_cannot_be_written(cli: Callable[..., Done], tiny_llama: Pat
     report = out.parent / "absent" / "report.json"
     refused(cli("compress", tiny_llama, out, "--recipe", "rtn-w8a16", "--report", report), str(report))
     refused(cli("compress", tiny_llama, out, "--recipe", "rtn-w8a16", "--report", out.parent), str(out.parent))
+    for name in (out, out / "config.json", out / "model.safetensors", tiny_llama / "config.json"):
+        before = (tiny_llama / "config.json").read_bytes()
+        refused(cli("compress", tiny_llama, out, "--recipe", "rtn-w8a16", "--report", name), f"report {name}")
+        assert (tiny_llama / "config.json").read_bytes() == before
     nothing_left(out)
+
+
+def test_the_model_itself_is_no_output(cli: Callable[..., Done], copied: Path, out: Path) -> None:
+    before = {p: p.read_bytes() for p in copied.iterdir()}
+    (out.parent / "link").symlink_to(copied)
+    (copied.parent / "config.json").touch()
+    for where in (copied, copied.parent, out.parent / "link"):
+        refused(cli("compress", copied, where, "--recipe", "rtn-w8a16", "--overwrite"), "is read from it")
+        refused(cli("convert", copied, where, "--format", "dense", "--overwrite"), "is read from it")
+    assert {p: p.read_bytes() for p in copied.iterdir()} == before
 
 
 def test_a_report_may_lie_in_the_result(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
     assert cli("compress", tiny_llama, out, "--recipe", "rtn-w8a16", "--report", out / "report.json").code == 0
-    assert json.loads((out / "report.json").read_text())["recipe"] == [["rtn(int8/channel, mse)"]]
+    assert json.loads((out / "report.json").read_text())["recipe"] == [["rtn(int8/channel, minmax)"]]
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, 20_000])
@@ -334,7 +349,34 @@ def test_tensor_of_another_shape(cli: Callable[..., Done], copied: Path, out: Pa
 def test_unusable_device(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
     refused(cli("compress", tiny_llama, out, "--recipe", "gptq-w8a16", *SMALL, "--device", "abacus"), "abacus")
     refused(cli("eval", tiny_llama, *SMALL, "--device", "abacus"), "abacus")
+    refused(cli("eval", tiny_llama, *SMALL, "--device", "meta"), "'meta' cannot be used")
+    refused(cli("compress", tiny_llama, out, "--recipe", "gptq-w8a16", *SMALL, "--device", "meta"), "meta")
     nothing_left(out)
+
+
+def test_token_ids_beyond_the_model(cli: Callable[..., Done], tiny_llama: Path, out: Path, tmp_path: Path) -> None:
+    data = tmp_path / "ids.jsonl"
+    small = ["--samples", "1", "--seq-len", "3", "--data", data]
+    data.write_text(json.dumps({"input_ids": [0, 320, 1]}))
+    refused(cli("eval", tiny_llama, *small), "ids.jsonl: token id 320", "320 embeddings")
+    refused(cli("compress", tiny_llama, out, "--recipe", "gptq-w8a16", *small), "token id 320")
+    nothing_left(out)
+    data.write_text(json.dumps({"input_ids": [0, 319, 1]}))
+    assert cli("eval", tiny_llama, *small).code == 0
+
+
+def test_what_is_not_read_is_said_on_stdout(cli: Callable[..., Done], out: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text(json.dumps({"input_ids": [0, 1, 2]}))
+    model, what = GOLDEN / "FP8_BLOCK", "also quantizes input activations; only weights are read"
+    converted = cli("convert", model, out, "--format", "dense")
+    assert (converted.code, converted.err, converted.out.count(what)) == (0, "", 1)
+    told = cli("eval", model, "--data", ids, "--samples", "1", "--seq-len", "3")
+    assert (told.code, told.err, told.out.count(what)) == (0, "", 1)
+    assert json.loads(told.out.splitlines()[-1])["tokens"] == 3
+    assert what in json.loads(cli("inspect", model, "--json").out)["notes"][0]
+    assert what in cli("inspect", model).out.splitlines()[-1]
+    assert what not in cli("inspect", out).out
 
 
 def test_windows_longer_than_the_model(cli: Callable[..., Done], model_dir: Callable[[str], Path], out: Path) -> None:

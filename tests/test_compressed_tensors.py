@@ -327,3 +327,78 @@ def test_the_two_layouts_of_odd_widths_are_told_by_words_then_by_version(tmp_pat
         leaf = collected(entries, {**table, "version": version}, linear, torch.float32, WHERE)["m.weight"]
         assert isinstance(leaf, Stored)
         assert leaf.straddle == straddle
+
+
+# Shapes and types that do not fit
+
+
+TILED = {
+    "tensor": ("int-quantized", {"grid": Int(8), "tiles": "tensor"}),
+    "channel": ("int-quantized", {"grid": Int(8), "tiles": "channel", "asymmetric": True}),
+    "group": ("int-quantized", {"asymmetric": True}),
+    "packed": ("pack-quantized", {"asymmetric": True}),
+    "float8": ("float-quantized", {"grid": Float8(), "tiles": "channel"}),
+}
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_zero_point", "weight_shape", "weight"])
+@pytest.mark.parametrize("kind", TILED)
+def test_parts_that_do_not_fit_the_scheme_are_refused(kind: str, part: str, tmp_path: Path) -> None:
+    form, how = TILED[kind]
+    args, parts = encoded(quantized(8, 32, **how), form, "m")
+    if part not in parts:
+        return
+    good = parts[part]
+    entries, table = written(tmp_path, args, parts)
+    assert dense(collected(entries, table, linear, torch.float32, WHERE)["m.weight"]).shape == (8, 32)
+    wrong = [good.float().to(torch.int16), torch.cat([good, good])]
+    wrong += [torch.cat([good, good], -1)] if good.ndim == 2 else []
+    wrong += [good[:4].clone()] if len(good) == 8 else []
+    for bad in wrong if part != "weight" else wrong[:1]:
+        entries, table = written(tmp_path, args, {**parts, part: bad})
+        with pytest.raises(BadInput, match=rf"model\.safetensors: m\.{part}: got .*expected") as error:
+            collected(entries, table, linear, torch.float32, WHERE)
+        assert "\n" not in str(error.value)
+
+
+def test_groups_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    args, parts = encoded(quantized(8, 32), "int-quantized", "m")
+    entries, table = written(tmp_path, args._replace(group_size=20), parts)
+    with pytest.raises(BadInput, match="groups of 20 do not divide 32 columns"):
+        collected(entries, table, linear, torch.float32, WHERE)
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
+def test_a_scale_that_is_no_number_is_refused_when_it_is_read(bad: float, tmp_path: Path) -> None:
+    args, parts = encoded(quantized(8, 32), "pack-quantized", "m")
+    parts["weight_scale"] = parts["weight_scale"].clone()
+    parts["weight_scale"][3, 1] = bad
+    leaf = collected(*written(tmp_path, args, parts), linear, torch.float32, WHERE)["m.weight"]
+    with pytest.raises(BadInput, match=r"model\.safetensors: m\.weight_scale: a scale is 0, infinite or NaN"):
+        dense(leaf)
+
+
+@pytest.mark.parametrize(
+    "weights", [{"strategy": "group"}, {"strategy": "group", "group_size": 0}, {"strategy": "block"}]
+)
+def test_a_scheme_without_its_size_is_refused(weights: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"group_0: strategy .* expected sizes above 0"):
+        parse(config({"weights": {"num_bits": 8, **weights}}), WHERE)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"config_groups": 7},
+        {"config_groups": {"a": {"weights": 3}}},
+        {"config_groups": {"a": {"weights": {"num_bits": "4"}}}},
+        {"ignore": 7},
+        {"ignore": [7]},
+        {"ignore": ["re:("]},
+    ],
+    ids=str,
+)
+def test_a_malformed_config_is_one_line(table: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="somewhere: quantization_config is malformed") as caught:
+        parse({"quant_method": "compressed-tensors", **table}, WHERE)
+    assert "\n" not in str(caught.value)

@@ -190,3 +190,25 @@ def test_data_sets_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(BadInput, match="needs `datasets`, which is not installed"):
         tokens("hf:wiki", Letters(), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 100_000, "not a line of JSON"),
+        (json.dumps({"text": "a \ud800 b"}), "surrogates not allowed at character 2"),
+        (json.dumps({"input_ids": [1, 1 << 63]}), "beyond 64 bits"),
+    ],
+    ids=["deep", "surrogate", "int64"],
+)
+def test_lines_that_no_tokenizer_takes_are_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "ab"}) + "\n" + line + "\n")
+    with pytest.raises(BadInput, match=rf"a\.jsonl:2: .*{message}") as caught:
+        tokens(str(path), Letters(), 1, 3)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_largest_id_of_64_bits_is_read(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"input_ids": [(1 << 63) - 1]})
+    assert tokens(str(path), None, 1, 1).tolist() == [[(1 << 63) - 1]]

@@ -312,3 +312,16 @@ def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ) as caught:
         demo.demo_model()
     assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    """A bias in the last block only: the config is made from the first, which has none."""
+    model = stock(llama_config(attention_bias=True))
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        getattr(model.model.layers[0].self_attn, name).bias = None
+    write_gguf(tmp_path / "a.gguf", model)
+    with pytest.raises(
+        BadInput, match=r"4 tensors have no place in the model, first blk\.1\.attn_.\w*\.bias"
+    ) as caught:
+        open_gguf(tmp_path / "a.gguf")
+    assert "\n" not in str(caught.value)

@@ -303,3 +303,38 @@ def test_a_class_that_nobody_has_is_named(copied: Path, monkeypatch: pytest.Monk
 def test_load_is_for_directories(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no such directory"):
         load(tmp_path / "owner" / "name")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "wide"},
+        {"hidden_size": -64},
+        {"num_attention_heads": 0},
+        {"hidden_act": "nonesuch"},
+        {"rope_parameters": {"rope_type": "nonesuch", "rope_theta": 1.0}},
+        {"architectures": ["LlamaTokenizer"]},
+        {"architectures": ["PreTrainedModel"]},
+        {"architectures": [7]},
+        {"architectures": ["GPT2LMHeadModel"]},
+        {"model_type": ["llama"]},
+    ],
+    ids=str,
+)
+def test_configs_that_make_no_model_are_one_line(copied: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"config\.json: ") as caught:
+        open_model(reconfigured(copied, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e4m3fn])
+def test_values_without_a_scale_are_refused_by_name(copied: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(BadInput, match=rf"{name}: got {dtype} without a scale"):
+        open_model(rewritten(copied, lambda t: t.update({name: t[name].to(dtype)})))
+
+
+def test_a_tokenizer_config_that_is_a_list(copied: Path) -> None:
+    (copied / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(BadInput, match=r"tokenizer_config\.json: holds list"):
+        open_model(copied)

@@ -194,3 +194,36 @@ def test_a_leaf_is_a_value(tmp_path: Path) -> None:
     assert isinstance(first, OnDisk)
     assert first == second
     assert hash(first) == hash(second)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"data_offsets": [-16, 0]},
+        {"data_offsets": [16, 0]},
+        {"data_offsets": [0.0, 16.0]},
+        {"shape": [-2, -2]},
+        {"shape": [1 << 40, 1 << 40]},
+        {"shape": [1 << 80]},
+    ],
+    ids=str,
+)
+def test_ranges_that_are_none_are_refused_by_name(entry: dict[str, Any], tmp_path: Path) -> None:
+    table = {"t": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **entry}}
+    raw = json.dumps(table).encode()
+    (tmp_path / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16))
+    with pytest.raises(BadInput, match=r"model\.safetensors: t: .*download or copy it again"):
+        headers(tmp_path)
+
+
+def test_an_index_that_names_no_file_is_refused(tmp_path: Path) -> None:
+    save_file({"t": torch.ones(1)}, tmp_path / WEIGHTS)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"t": [WEIGHTS]}}))
+    with pytest.raises(BadInput, match=r"index\.json: t: names no file"):
+        headers(tmp_path)
+
+
+def test_json_that_is_too_deep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(BadInput, match="not a JSON file"):
+        read_json(tmp_path / "config.json")

@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> None:
     from ptq.recipes.presets import recipe
 
     stages = recipe(args.recipe)
-    check_output(args.out, args.overwrite)
+    check_output(args.out, args.overwrite, args.model)
     if args.report:
-        refuse_unwritable(args.report, args.out)
+        refuse_unwritable(args.report, args.out, args.model)
     model = open_model(args.model, args.trust_remote_code)
     work = compress(
         model,
@@ -46,5 +46,5 @@ def run(args: argparse.Namespace) -> None:
     )
     report = {"model": args.model, **write(work, args.out, args.overwrite)}
     if args.report:
-        args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        args.report.expanduser().write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     show_report(report)

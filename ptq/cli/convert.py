@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
     from ptq.io.hub import open_model
     from ptq.io.save import check_output, save
 
-    check_output(args.out, args.overwrite)
+    check_output(args.out, args.overwrite, args.model)
     saved = save(open_model(args.model, args.trust_remote_code), args.out, args.overwrite, args.format)
     for name, note in saved.notes.items():
         print(f"{name}: {note}")

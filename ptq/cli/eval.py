@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ptq.cli.options import add_data, add_model, add_place
+from ptq.cli.options import add_data, add_model, add_place, notices
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,4 +24,4 @@ def run(args: argparse.Namespace) -> None:
     model = open_model(args.model, args.trust_remote_code)
     ids = windows(model, args)
     value = perplexity(model, [ids], device=args.device, compute_dtype=args.compute_dtype, batch_size=args.batch_size)
-    print(json.dumps({"perplexity": value, "tokens": ids.numel()}))
+    print(*notices(args), json.dumps({"perplexity": value, "tokens": ids.numel()}), sep="\n")

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from ptq.cli.options import add_model
+from ptq.cli.options import add_model, notices
 
 if TYPE_CHECKING:
     from ptq.numerics.leaves import Leaf
@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> None:
     count = sum(leaf.shape.numel() for leaf in model.params.values())
     if args.json:
         totals = {"parameters": count, "bytes": size, "bits_per_weight": 8 * size / count}
-        print(json.dumps({"tensors": rows, "tied": dict(model.aliases), "totals": totals}))
+        result = {"tensors": rows, "tied": dict(model.aliases), "totals": totals, "notes": notices(args)}
+        print(json.dumps(result))
         return
     show_tensors(rows)
     for alias, name in model.aliases.items():

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ptq.cli import compress, convert, demo, eval as evaluate, inspect, recipes
+from ptq.cli.options import notices
 
 _COMMANDS = {
     "compress": compress,
@@ -43,9 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     _quieten()
     try:
-        with _sigterm_raises(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries; what a user must know is in the report
+        with _sigterm_raises(), warnings.catch_warnings(record=True) as args.warned:
+            warnings.simplefilter("default")
             args.run(args)
+            for notice in notices(args):
+                print(notice)
             sys.stdout.flush()
     except KeyboardInterrupt:
         return _failed("interrupted", 130)

@@ -16,6 +16,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def notices(args: argparse.Namespace) -> list[str]:
+    """What ptq itself warned of since the last call, each once; other libraries are no concern of a user's."""
+    texts = dict.fromkeys(str(w.message) for w in args.warned if w.category.__module__.startswith("ptq."))
+    args.warned.clear()
+    return list(texts)
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """What is opened."""
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face directory or hub id, a .gguf file, or demo")

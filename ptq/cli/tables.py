@@ -18,6 +18,8 @@ def show_report(report: Mapping[str, Any]) -> None:
     _show(table)
     for line in _notes(w for block in report["blocks"] for w in block["weights"]):
         print(line)
+    for line in report.get("notes", ()):
+        print(line)
     print(totals_line(report["totals"]))
 
 

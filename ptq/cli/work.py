@@ -72,7 +72,8 @@ def write(run: Run, out: str | Path, overwrite: bool) -> dict[str, Any]:
     sizes = [size.dense if name in saved.notes else size.packed for name, size in watched.sizes.items()]
     count = sum(size.numel for size in watched.sizes.values())
     totals = {"bits_per_weight": 8 * sum(sizes) / count if count else None, "bytes": saved.nbytes}
-    return {**report, "path": str(saved.path), "totals": {**report["totals"], **totals}}
+    notes = [f"{name}: {note}" for name, note in saved.notes.items() if name not in watched.sizes]
+    return {**report, "path": str(saved.path), "notes": notes, "totals": {**report["totals"], **totals}}
 
 
 def measures(stage: Stage) -> bool:
@@ -86,11 +87,35 @@ def windows(model: Model, args: argparse.Namespace) -> Tensor:
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and args.seq_len > limit:
         raise BadInput(f"windows of {args.seq_len} tokens: the model has {limit} positions; pass a smaller --seq-len")
-    return tokens(args.data, model.tokenizer, args.samples, args.seq_len)
+    ids = tokens(args.data, model.tokenizer, args.samples, args.seq_len)
+    size, largest = _vocabulary(model), int(ids.max())
+    if size is not None and largest >= size:
+        raise BadInput(f"{args.data}: token id {largest}: the model has {size} embeddings; use its own tokenizer")
+    return ids
 
 
-def refuse_unwritable(report: Path, out: str) -> None:
-    """Raises `BadInput` where a report could not be written, before hours of work are lost."""
-    directory = report.expanduser().absolute().parent
-    if report.is_dir() or not (directory.is_dir() or directory == Path(out).expanduser().absolute()):
-        raise BadInput(f"report {report}: {'is a directory' if report.is_dir() else 'its directory does not exist'}")
+def _vocabulary(model: Model) -> int | None:
+    """Rows of the embedding, which may be more than the tokenizer has ids."""
+    module: Any = model.module
+    try:
+        return module.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):
+        return getattr(model.config, "vocab_size", None)
+
+
+def refuse_unwritable(report: Path, out: str, source: str) -> None:
+    """Raises `BadInput` where a report could not be written or would replace a model's file, before work is lost."""
+    file, result, model = (Path(path).expanduser().resolve() for path in (report, out, source))
+    name = report.expanduser().absolute().parent.resolve() / report.name  # where it is a link, the link itself
+    if file.is_dir() or file == result:
+        raise BadInput(f"report {report}: is a directory; name a file")
+    if not (file.parent.is_dir() or file.parent == result):
+        raise BadInput(f"report {report}: its directory does not exist")
+    if file.exists() and any(path.is_relative_to(model) for path in (file, name)):
+        raise BadInput(f"report {report}: is a file of the model; choose another name")
+    if file.parent == result and ((model / file.name).exists() or _is_checkpoint_file(file)):
+        raise BadInput(f"report {report}: the result has a file of that name; choose another")
+
+
+def _is_checkpoint_file(file: Path) -> bool:
+    return file.suffix == ".safetensors" or file.name.endswith((".index.json", "config.json", "tokenizer.json"))

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.errors import BadInput
+from ptq.errors import BadInput, NotRead
 from ptq.io.quantization_config import Args, Config, parse
 from ptq.io.safetensors import OnDisk
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.lazy import Lazy
-from ptq.numerics.leaves import Leaf, Quantized, compressed, nbytes, spread
+from ptq.numerics.leaves import Leaf, Quantized, compressed, nbytes, spread, validate
 from ptq.numerics.packing import pack, pack_down, unpack, unpack_down
 
 FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized")
@@ -51,7 +51,9 @@ class Stored(Lazy):
         packed = "weight_packed" in self.parts
         raw = self.parts["weight_packed" if packed else "weight"].load()
         codes = unpack(raw, self.args.bits, self.shape[-1], self.straddle) if packed else raw
-        return Quantized(codes, self._tiled("weight_scale"), self._zeros(packed), grid, self.dtype)
+        leaf = Quantized(codes, self._tiled("weight_scale"), self._zeros(packed), grid, self.dtype)
+        scale = self.parts["weight_scale"]
+        return validate(leaf, f"{scale.file}: {scale.name}")
 
     def _zeros(self, packed: bool) -> Tensor | None:
         if self.args.symmetric or "weight_zero_point" not in self.parts:
@@ -105,7 +107,8 @@ def collected(
     """
     config = parse(quantization, where)
     if config.beyond:
-        warnings.warn(f"{where}: its config also quantizes {config.beyond}; only weights are read", stacklevel=2)
+        what = f"its config also quantizes {config.beyond}; only weights are read"
+        warnings.warn(f"{where}: {what}", NotRead, stacklevel=2)
     modules: dict[str, dict[str, OnDisk]] = {}
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")
@@ -199,8 +202,8 @@ def _stored(
     if not args.symmetric and "weight_zero_point" not in parts:
         raise BadInput(f"{where}: no tensor {name}_zero_point, but its config says it is asymmetric")
     if "weight_packed" not in parts:
-        return Stored(parts, args, True, dtype, raw.shape)
-    return _unpacked(name, parts, raw, args, config, dtype, where)
+        return _checked(Stored(parts, args, True, dtype, raw.shape), raw)
+    return _checked(_unpacked(name, parts, raw, args, config, dtype, where), raw)
 
 
 def _unpacked(
@@ -209,7 +212,7 @@ def _unpacked(
     """A packed weight: its shape is a tensor of its own, and its layout is told by the number of words."""
     if raw.dtype != torch.int32 or "weight_shape" not in parts:
         raise BadInput(f"{where}: {name}: format {args.format} with packed {raw.dtype} is not read")
-    shape = torch.Size(parts["weight_shape"].load().flatten().tolist())
+    shape = _shape(parts["weight_shape"], raw)
     dense_words, whole_words = -(-shape[-1] * args.bits // 32), -(-shape[-1] // (32 // args.bits))
     if raw.shape[:-1] != shape[:-1] or raw.shape[-1] not in (dense_words, whole_words):
         raise BadInput(
@@ -218,3 +221,56 @@ def _unpacked(
     ambiguous = dense_words == whole_words
     straddle = config.version >= (0, 18) if ambiguous and 8 % args.bits else raw.shape[-1] == dense_words
     return Stored(parts, args, straddle, dtype, shape)
+
+
+def _shape(tensor: OnDisk, packed: OnDisk) -> torch.Size:
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.shape.numel() != len(packed.shape):
+        got = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise BadInput(f"{tensor.file}: {tensor.name}: got {got}, expected int64 ({len(packed.shape)},)")
+    sizes = tensor.load().flatten().tolist()
+    if min(sizes, default=0) < 1:
+        raise BadInput(f"{tensor.file}: {tensor.name}: got {sizes}, expected sizes above 0")
+    return torch.Size(sizes)
+
+
+def _checked(leaf: Stored, raw: OnDisk) -> Stored:
+    """The leaf, if its tensors have the shapes and types that its scheme says, by their headers."""
+    args, packed = leaf.args, "weight_packed" in leaf.parts
+    codes = torch.int8 if args.kind == "int" else torch.float8_e4m3fn
+    if len(leaf.shape) < 2 or (not packed and raw.dtype != codes):
+        got = f"{raw.dtype} {tuple(raw.shape)}"
+        raise BadInput(f"{raw.file}: {raw.name}: got {got}, expected a matrix of {codes}; its config says {args.kind}")
+    scale, zero = leaf.parts["weight_scale"], leaf.parts.get("weight_zero_point")
+    tiles = _tiles(args, leaf.shape, raw)
+    _expect(scale, tiles, args, scale.dtype.is_floating_point and scale.dtype.itemsize > 1, "floating")
+    if zero is None or args.symmetric:
+        return leaf
+    if not packed or args.strategy == "tensor":
+        _expect(zero, tiles, args, zero.dtype == codes, str(codes))
+    else:
+        *e, rows, columns = tiles
+        words = -(-rows * args.bits // 32) if leaf.straddle else -(-rows // (32 // args.bits))
+        _expect(zero, (*e, words, columns), args, zero.dtype == torch.int32, "torch.int32")
+    return leaf
+
+
+def _tiles(args: Args, shape: torch.Size, raw: OnDisk) -> tuple[int, ...]:
+    *e, rows, columns = shape
+    if args.block is not None:
+        return (*e, -(-rows // args.block[0]), -(-columns // args.block[1]))
+    if args.group_size is not None and args.strategy == "group":
+        if columns % args.group_size and columns > args.group_size:
+            raise BadInput(f"{raw.file}: {raw.name}: groups of {args.group_size} do not divide {columns} columns")
+        return (*e, rows, -(-columns // args.group_size))
+    return (*e, 1, 1) if args.strategy == "tensor" else (*e, rows, 1)
+
+
+def _expect(tensor: OnDisk, tiles: tuple[int, ...], args: Args, right_type: bool, expected: str) -> None:
+    got = (*tensor.shape, *[1] * (len(tiles) - len(tensor.shape)))
+    if right_type and (got == tiles or (args.strategy == "tensor" and tensor.shape.numel() == 1)):
+        return
+    size = args.group_size or args.block or ""
+    raise BadInput(
+        f"{tensor.file}: {tensor.name}: got {tensor.dtype} {tuple(tensor.shape)}, expected {expected} {tiles} for "
+        f"strategy {args.strategy} {size}".rstrip()
+    )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ptq.base import State
 from ptq.errors import BadInput
+from ptq.io.hub import foreign
 from ptq.io.safetensors import read_bytes
 from ptq.models.model import Model
 from ptq.models.skeleton import aliases, from_config
@@ -134,17 +135,25 @@ def open_gguf(file: Path) -> Model:
     if name not in ARCHITECTURES:
         raise BadInput(f"{file}: architecture {name!r} is not read; expected one of {', '.join(ARCHITECTURES)}")
     table = ARCHITECTURES[name]
-    try:
-        config = AutoConfig.for_model(table.model_type, **table.config(found))
-    except KeyError as error:
-        raise BadInput(f"{file}: metadata lacks {error}") from None
-    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    config.architectures = [cls.__name__]
-    skeleton = from_config(cls, config, torch.float32)
+    with foreign(file, "its metadata make no model: "):
+        config = AutoConfig.for_model(table.model_type, **_settings(found, table))
+        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        config.architectures = [cls.__name__]
+        skeleton = from_config(cls, config, torch.float32)
     leaves = dict(_leaves(found, table, config))
     tied = aliases(skeleton)
     params = {n: _expect(file, leaves, n, p.shape) for n, p in skeleton.named_parameters() if n not in tied}
+    left = [leaf.name for name, leaf in leaves.items() if name not in params]
+    if left:
+        raise BadInput(f"{file}: {len(left)} tensors have no place in the model, first {left[0]}")
     return Model(skeleton, State(params), tied, skeleton.config, _tokenizer(found), file)
+
+
+def _settings(found: Header, table: Architecture) -> dict[str, Any]:
+    try:
+        return table.config(found)
+    except KeyError as error:
+        raise BadInput(f"{found.file}: metadata lacks {error}") from None
 
 
 def _leaves(found: Header, table: Architecture, config: Any) -> Iterator[tuple[str, Blocks]]:
@@ -258,9 +267,7 @@ def _tokenizer(found: Header) -> Any:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
     except ImportError:
         return AutoTokenizer.from_pretrained(found.file.parent, gguf_file=found.file.name)
-    try:
+    with foreign(found.file, "its tokenizer cannot be read: "):
         architecture, vocabulary, settings = get_gguf_tokenizer(str(found.file))
         backend, extra = convert_gguf_tokenizer(architecture, vocabulary)
-    except (KeyError, ValueError) as error:
-        raise BadInput(f"{found.file}: its tokenizer cannot be read: {error}") from None
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **extra)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **extra)

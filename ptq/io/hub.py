@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ptq.base import State
-from ptq.errors import BadInput
+from ptq.errors import BadInput, PtqError
 from ptq.io.compressed_tensors import collected
 from ptq.io.quantization_config import KEYS
 from ptq.io.safetensors import OnDisk, headers, read_json
@@ -67,13 +68,17 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     quantization = [vars(config).pop(key, None) for key in KEYS]
     entries = headers(where)
     dtype = checkpoint_dtype(entries.values())
-    skeleton: Any = from_config(_model_class(config, where, trust_remote_code), config, dtype)
+    with foreign(where / "config.json"):
+        skeleton: Any = from_config(_model_class(config, where, trust_remote_code), config, dtype)
     reading = read(skeleton, joined(skeleton, entries, next(filter(None, quantization), None), dtype, where))
     remember_conversions(skeleton, reading.conversions)
     params, tied = _parameters(skeleton, reading, where)
+    if not params:
+        raise BadInput(f"{where / 'config.json'}: architectures: {type(skeleton).__name__} has no parameters")
     set_buffers(skeleton, {n: dense(reading.leaves[n]) for n, _ in skeleton.named_buffers() if n in reading.leaves})
     if (where / "generation_config.json").is_file() and getattr(skeleton, "generation_config", None) is not None:
-        skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
+        with foreign(where / "generation_config.json"):
+            skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
     return Model(skeleton, State(params), tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
 
 
@@ -108,11 +113,16 @@ def _parameters(skeleton: nn.Module, reading: Reading, where: Path) -> tuple[dic
         if name not in leaves:
             expected = names_in_files(skeleton, {name: parameter.shape})[name]
             raise BadInput(f"{where}: no tensor {expected[0]}; the model's parameter {name} is made of it")
-        if leaves[name].shape != parameter.shape:
-            got, source = tuple(leaves[name].shape), reading.sources.get(name, (name,))[0]
-            raise BadInput(f"{where}: {source}: got shape {got}, expected {tuple(parameter.shape)} for {name}")
+        _check(leaves[name], parameter, f"{where}: {reading.sources.get(name, (name,))[0]}", name)
         params[name] = leaves[name]
     return params, tied
+
+
+def _check(leaf: Leaf, parameter: nn.Parameter, stored: str, name: str) -> None:
+    if leaf.shape != parameter.shape:
+        raise BadInput(f"{stored}: got shape {tuple(leaf.shape)}, expected {tuple(parameter.shape)} for {name}")
+    if parameter.is_floating_point() and not (leaf.dtype.is_floating_point and leaf.dtype.itemsize > 1):
+        raise BadInput(f"{stored}: got {leaf.dtype} without a scale, expected floats of 16 bits or more for {name}")
 
 
 def _config(where: Path, trust_remote_code: bool) -> Any:
@@ -120,15 +130,14 @@ def _config(where: Path, trust_remote_code: bool) -> Any:
 
     if "model_type" not in read_json(where / "config.json"):
         raise BadInput(f"{where / 'config.json'}: no model_type; expected a config of transformers")
-    try:
+    with foreign(where / "config.json"):
         return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise BadInput(f"{where / 'config.json'}: {_line(error)}") from None
 
 
 def _model_class(config: Any, where: Path, trust_remote_code: bool) -> type[nn.Module]:
     """The class that the config names, else the causal language model of its type."""
     import transformers
+    from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -139,6 +148,8 @@ def _model_class(config: Any, where: Path, trust_remote_code: bool) -> type[nn.M
         return get_class_from_dynamic_module(reference, where)
     found = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
     if found:
+        if not (isinstance(found[0], type) and issubclass(found[0], PreTrainedModel)):
+            raise BadInput(f"{where / 'config.json'}: architectures: {', '.join(names)} is no model of transformers")
         return found[0]
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return cast("type[nn.Module]", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
@@ -154,10 +165,21 @@ def _tokenizer(where: Path, trust_remote_code: bool) -> Any:
     reader = next((r for r, files in table.items() if any((where / name).is_file() for name in files)), None)
     if reader is None:
         return None
-    try:
+    for name in (n for n in table[reader] if n.endswith("_config.json") and (where / n).is_file()):
+        read_json(where / name)
+    with foreign(where, f"{reader.__name__} cannot read it: "):
         return reader.from_pretrained(where, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise BadInput(f"{where}: {reader.__name__} cannot read it: {_line(error)}") from None
+
+
+@contextmanager
+def foreign(file: Path, what: str = "") -> Generator[None]:
+    """Turns whatever transformers raises about values in a file into `BadInput` that names the file."""
+    try:
+        yield
+    except PtqError:
+        raise
+    except Exception as error:  # noqa: BLE001  # foreign code on untrusted values fails in as many ways as it has lines
+        raise BadInput(f"{file}: {what}{type(error).__name__}: {_line(error)}") from None
 
 
 def _snapshot(name: str) -> Path:

@@ -71,8 +71,21 @@ def parse(raw: Any, where: Path) -> Config:
     """The configuration as this reader understands it.
 
     Raises:
-        BadInput: another method than compressed-tensors, or a scheme that is not read.
+        BadInput: another method than compressed-tensors, a scheme that is not read, or a value of the wrong kind.
     """
+    try:
+        config = _parse(raw, where)
+        for target in (*config.ignore, *(t for group in config.groups for t in group.targets)):
+            if target.startswith("re:"):
+                re.compile(target.removeprefix("re:"))
+    except BadInput:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, re.error) as error:
+        raise BadInput(f"{where}: quantization_config is malformed ({error}); download or copy it again") from None
+    return config
+
+
+def _parse(raw: Any, where: Path) -> Config:
     raw = raw if isinstance(raw, dict) else raw.to_dict()
     table: dict[str, Any] = raw.get("quantization_config") or raw
     method = table.get("quant_method", "compressed-tensors")
@@ -143,20 +156,28 @@ def _group(name: str, group: Mapping[str, Any], table: Mapping[str, Any], where:
     if isinstance(block, str):  # "128x128" in old files
         block = block.lower().split("x")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = weights.get("strategy") or inferred
     args = Args(
         format=form,
         bits=weights.get("num_bits", 8),
         kind=str(weights.get("type", "int")).lower(),
         symmetric=weights.get("symmetric", True),
-        strategy=weights.get("strategy") or inferred,
+        strategy=strategy,
         group_size=size,
-        block=(int(block[0]), int(block[1])) if block else None,
+        block=(int(block[0]), int(block[1])) if block and strategy == "block" else None,
     )
+    if (strategy == "group" and not _positive(size)) or (strategy == "block" and not _positive(*args.block or (None,))):
+        got = f"strategy {strategy} with group_size {size} and block_structure {block}"
+        raise BadInput(f"{where}: {name}: {got}; expected sizes above 0")
     whole = (args.kind == "int" and 2 <= args.bits <= 8) or (args.kind == "float" and args.bits == 8)
     if not whole or args.strategy not in ("tensor", "channel", "group", "block") or str(form).startswith("mx"):
         what = f"{args.kind} {args.bits} bit, strategy {args.strategy}, format {form}"
         raise BadInput(f"{where}: {name}: {what} is not read; expected int of 2 to 8 bits or float8")
     return Group(tuple(group.get("targets") or ()), args)
+
+
+def _positive(*sizes: Any) -> bool:
+    return all(type(size) is int and size > 0 for size in sizes)
 
 
 def _beyond(table: Mapping[str, Any]) -> list[str]:

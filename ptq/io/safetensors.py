@@ -7,6 +7,7 @@ read by offset instead of through a memory map, so that what is resident is what
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,9 @@ def _indexed(path: Path) -> dict[str, OnDisk]:
     table = read_json(path / INDEX).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise BadInput(f"{path / INDEX}: no weight_map; download or copy it again")
+    wrong = [tensor for tensor, file in table.items() if not isinstance(file, str)]
+    if wrong:
+        raise BadInput(f"{path / INDEX}: {wrong[0]}: names no file; download or copy it again")
     files: dict[str, str] = table
     absent = [name for name in sorted(set(files.values())) if not (path / name).is_file()]
     if absent:
@@ -112,7 +116,7 @@ def _header(file: Path) -> dict[str, OnDisk]:
         table = json.loads(raw)
         entries = {name: entry for name, entry in table.items() if name != "__metadata__"}
         found = {name: _entry(file, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, BadInput):
             raise
         raise BadInput(f"{file}: corrupt header; download or copy it again") from None
@@ -127,10 +131,12 @@ def _entry(file: Path, name: str, entry: Mapping[str, Any], start: int) -> OnDis
     begin, end = entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
         raise BadInput(f"{file}: {name}: dtype {entry['dtype']} is not read; expected one of {', '.join(DTYPES)}")
-    dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-    if end - begin != shape.numel() * dtype.itemsize:
-        raise BadInput(f"{file}: {name}: {end - begin} bytes for {tuple(shape)} of {dtype}; download or copy it again")
-    return OnDisk(file, name, dtype, shape, start + begin)
+    dtype, sizes = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    if not all(type(n) is int and n >= 0 for n in (begin, end, *sizes)):
+        raise BadInput(f"{file}: {name}: bytes {begin} to {end} for {sizes}; download or copy it again")
+    if end - begin != math.prod(sizes) * dtype.itemsize:
+        raise BadInput(f"{file}: {name}: {end - begin} bytes for {sizes} of {dtype}; download or copy it again")
+    return OnDisk(file, name, dtype, torch.Size(sizes), start + begin)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -143,7 +149,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"{file}: no such file") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadInput(f"{file}: not a JSON file; download or copy it again") from None
     if not isinstance(value, dict):
         raise BadInput(f"{file}: holds {type(value).__name__}, expected an object")

@@ -62,7 +62,7 @@ class Saved(NamedTuple):
     nbytes: int
     """of all tensors"""
     notes: dict[str, str]
-    """parameter -> what was not stored as asked, and why"""
+    """parameter -> why it is not stored as asked; config.json -> what its readers must know"""
 
 
 def save(
@@ -83,11 +83,13 @@ def save(
         shard_size: bytes of tensors in one file.
 
     Raises:
-        BadInput: the directory is not empty; a weight cannot be stored in the format. Nothing is left behind then.
+        BadInput: the directory is not empty, or the model is read from it; a weight cannot be stored in the format, or
+            is not finite. Nothing is left behind then.
     """
     if format not in ("auto", *FORMATS):
         raise BadInput(f"format {format!r} is not written; expected auto, {', '.join(FORMATS)}")
-    target = check_output(path, overwrite)
+    start = run_or_model if isinstance(run_or_model, Model) else run_or_model.start
+    target = check_output(path, overwrite, start.source)
     if isinstance(run_or_model, Model):
         if format not in ("auto", "dense") and not any(compressed(leaf) for leaf in run_or_model.params.values()):
             raise BadInput(f"{run_or_model.source}: has no compressed weights to store as {format}; compress it first")
@@ -98,20 +100,52 @@ def save(
         return _write(run.start, blocks, directory, format, shard_size)._replace(path=target)
 
 
-def check_output(path: str | Path, overwrite: bool = False) -> Path:
+def check_output(path: str | Path, overwrite: bool = False, source: str | Path | None = None) -> Path:
     """The directory to write to, absolute.
 
+    Args:
+        path: the directory.
+        overwrite: whether a model that is there may be replaced.
+        source: what the model is read from, which is never replaced.
+
     Raises:
-        BadInput: it is a file, or not empty and may not be overwritten; or an earlier run left its partial result.
+        BadInput: no directory can be made there; it is not empty and may not be overwritten, is no model, or holds the
+            source; or an earlier run left its partial result.
     """
     target = Path(path).expanduser().absolute()
+    left = _left(target)
+    broken = next((path for path in (target, *target.parents) if path.is_symlink() and not path.exists()), None)
+    if broken is not None:
+        raise BadInput(f"{broken}: is a link to nothing; name a directory")
     if target.exists() and not target.is_dir():
         raise BadInput(f"{target}: is a file; name a directory")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise BadInput(f"{target}: exists and is not empty; choose another directory or overwrite it")
-    if _beside(target).exists():
+    if target.is_dir() and any(target.iterdir()):
+        _check_replaceable(target, overwrite, None if source is None else Path(source).expanduser())
+    if left:
         raise BadInput(f"{_beside(target)}: left by a run that was interrupted; remove it")
     return target
+
+
+def _left(target: Path) -> bool:
+    """Whether an earlier run left its partial result."""
+    try:
+        _beside(target).lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:  # under a file, a loop of links, a name too long
+        raise BadInput(f"{target}: cannot be made: {error.strerror}; name another directory") from None
+    return True
+
+
+def _check_replaceable(target: Path, overwrite: bool, source: Path | None) -> None:
+    if not overwrite:
+        raise BadInput(f"{target}: exists and is not empty; choose another directory or overwrite it")
+    # Files too, since those of a model may be links to where the bytes are.
+    files = [] if source is None or not source.exists() else [source, *filter(Path.is_file, source.glob("*"))]
+    if any(file.resolve().is_relative_to(target.resolve()) for file in files):
+        raise BadInput(f"{target}: the model is read from it ({source}); choose another directory")
+    if not (target / "config.json").is_file():
+        raise BadInput(f"{target}: holds no config.json, so it is no model to overwrite; choose another directory")
 
 
 def _beside(target: Path) -> Path:
@@ -138,7 +172,7 @@ def _swap(partial: Path, target: Path) -> None:
     if not target.exists():
         partial.rename(target)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.old-", dir=target.parent))
+    aside = Path(tempfile.mkdtemp(prefix="ptq-old-", dir=target.parent))
     old = target.rename(aside / target.name)
     try:
         partial.rename(target)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from ptq.errors import BadInput
 from ptq.io.compressed_tensors import FORMATS, Stored, arguments, default_format, encoded, zeroed
 from ptq.io.hub import joined
 from ptq.io.quantization_config import KEYS, Args
@@ -17,6 +18,11 @@ from ptq.models.naming import joint, names_in_files, read, written
 from ptq.models.skeleton import checkpoint_dtype, persistent_buffers
 from ptq.numerics.lazy import load
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, validate
+
+_PACKED_ZEROS = (
+    "transformers 5.24 loads packed weights with zero points only by CompressedTensorsConfig(dequantize=True); "
+    "store them as int-quantized for its default"
+)
 
 
 class Writer:
@@ -73,7 +79,7 @@ class Writer:
         """
         self.add({name: leaf for name, leaf in self.model.params.items() if name not in self._seen})
         for file, tensor in written(self.model.module, persistent_buffers(self.model.module)).items():
-            self._shards.write(file, tensor)
+            self._shards.write(file, tensor)  # whatever it holds: a mask's infinities are meant
         for file, leaf in _unused(self.model).items():
             self._write_leaf(file, leaf, file, loadable=True)
         return self._shards.close()
@@ -99,7 +105,7 @@ class Writer:
         pieces = len(made) > len(group)  # a stack of experts, each a linear in the checkpoint
         owner = self.model.module.get_submodule(name.rpartition(".")[0])
         for file, leaf in made.items():
-            loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (isinstance(owner, nn.Linear) or pieces)
+            loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (_plain_linear(owner) or pieces)
             packed = self._write_leaf(file, leaf, name, loadable)
             # A class reaches experts that are dense here, and in some engines no head.
             self.by_class &= owner is not self._head if packed else not pieces
@@ -109,20 +115,34 @@ class Writer:
         form = leaf.args.format if isinstance(leaf, Stored) and self._form == "auto" else self._form
         inner = None if form == "dense" else _quantized(leaf)
         if inner is None:
-            self._shards.write(file, dense(leaf))
+            self._shards.write(file, _finite(dense(leaf), name))
             return False
         form = form if form in FORMATS else default_format(inner)
         reason = _unloadable(inner, form, loadable)
         if reason and (not loadable or self._form == "auto"):
             self.notes[name] = f"stored dense with its quantized values: {reason}"
-            self._shards.write(file, dense(leaf))
+            self._shards.write(file, _finite(dense(leaf), name))
             return False
         args, parts = encoded(validate(inner, name), form, name)
         module = file.removesuffix(".weight")
         self.modules.setdefault(args, []).append(module)
+        if form == "pack-quantized" and not args.symmetric:
+            self.notes["config.json"] = _PACKED_ZEROS
         for part, tensor in parts.items():
-            self._shards.write(f"{module}.{part}", tensor)
+            self._shards.write(f"{module}.{part}", _finite(tensor, name))
         return True
+
+
+def _finite(tensor: Tensor, name: str) -> Tensor:
+    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch has no isfinite for float8
+    if tensor.is_floating_point() and not bool(values.isfinite().all()):
+        raise BadInput(f"{name}: has NaN or infinite values; start from a checkpoint whose weights are finite")
+    return tensor
+
+
+def _plain_linear(module: nn.Module) -> bool:
+    """Whether a loader may put a forward of its own in the place of the module's."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _quantized(leaf: Leaf) -> Quantized | None:
@@ -137,7 +157,7 @@ def _quantized(leaf: Leaf) -> Quantized | None:
 
 def _unloadable(leaf: Quantized, form: str, loadable: bool) -> str:
     if not loadable:
-        return "loaders read compressed weights of linears only"
+        return "loaders read compressed weights of plain linears only"
     args = arguments(leaf, form)
     return "" if args else f"{form} cannot hold scales {tuple(leaf.scale.shape)} for {tuple(leaf.shape)}"
 

@@ -65,12 +65,17 @@ def fit(
     tiles, dtype = scheme.grouped(w), dtype or w.dtype
     if method == "minmax":
         return qparams(tiles.amin(-1), tiles.amax(-1), scheme, dtype)
-    if method not in FITS:
-        raise BadInput(f"fit: got {method!r}, expected one of {', '.join(FITS)}")
-    if method == "gram" and importance is None:
+    if known(method) == "gram" and importance is None:
         raise BadInput("fit 'gram' weights columns by the diagonal of a Gram matrix, got none")
     cost = _tile_costs(importance, w, scheme) if method == "gram" and importance is not None else None
     return _stacked(tiles, cost, lambda t, c: _search(t, c, scheme, dtype))
+
+
+def known(method: Fit) -> Fit:
+    """The method, or `BadInput` that names those there are."""
+    if method not in FITS:
+        raise BadInput(f"fit: got {method!r}, expected one of {', '.join(FITS)}")
+    return method
 
 
 def qparams(

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ptq.errors import BadInput
+
 
 class Grid(Protocol):
     """A finite set of numbers closed under rounding.
@@ -41,7 +43,7 @@ class Int:
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
-            raise ValueError(f"Int grid: got {self.bits} bits, expected 2 to 8")
+            raise BadInput(f"Int grid: got {self.bits} bits, expected 2 to 8")
 
     @property
     def low(self) -> float:

@@ -19,6 +19,7 @@ the feedback form is theorem 6 of Chee et al. 2023 (QuIP, 2307.13304).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -74,7 +75,7 @@ def inverse_factor(
         on_failure: "fallback", or "raise" after the last damping.
 
     Raises:
-        BadInput: the matrix holds NaN or infinity.
+        BadInput: the matrix holds NaN or infinity, or a setting is none.
         NotPositiveDefinite: every damping failed and `on_failure` is "raise".
 
     Example:
@@ -82,6 +83,12 @@ def inverse_factor(
         >>> factor.pivot.square()  # the Schur complements' inverses: of column 0 given column 1, then of column 1
         tensor([0.2857, 0.5000])
     """
+    if not 0 <= damp < math.inf:
+        raise BadInput(f"damping {damp}: expected a finite number from 0")
+    if order not in ("activation", None) or on_failure not in ("fallback", "raise"):
+        raise BadInput(
+            f"got order={order!r}, on_failure={on_failure!r}; expected 'activation' or None, 'fallback' or 'raise'"
+        )
     h = accumulated(gram)
     importance = h.diagonal(dim1=-2, dim2=-1)
     if shown(importance.isfinite().all()) is False:  # no entry outgrows its row's and its column's

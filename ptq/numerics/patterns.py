@@ -32,6 +32,8 @@ class Unstructured:
 
         Ties go by position, so that the counts are exact: the published code's threshold prunes one entry more.
         """
+        if per not in ("row", "tensor"):
+            raise BadInput(f"mask: got per={per!r}, expected 'row' or 'tensor'")
         groups = score if per == "row" else score.flatten(-2)
         return _keep_largest(groups, groups.shape[-1] - int(groups.shape[-1] * self.ratio)).view(score.shape)
 
@@ -55,7 +57,9 @@ class NM:
     def check(self, columns: int) -> None:
         """Refuses a width that the groups do not divide."""
         if columns % self.of:
-            raise BadInput(f"{self.keep} of {self.of}: does not divide {columns} inputs")
+            raise BadInput(
+                f"{self.keep} of {self.of}: does not divide {columns} inputs; choose a group that does, or leave it out"
+            )
 
     def mask(self, score: Tensor, per: str = "row") -> Tensor:
         """The mask of what stays, for scores `[*e, out, in]`; groups never cross rows, so `per` changes nothing."""

@@ -82,7 +82,7 @@ def affine(scheme: Scheme, fit: fits.Fit = "minmax", refresh: bool = False) -> P
         fit: how scales are chosen, see `ptq.numerics.fits`.
         refresh: choose a group's scales again when a sweep reaches it, as the original GPTQ code does.
     """
-    grid, method = scheme.grid, fit
+    grid, method = scheme.grid, fits.known(fit)
 
     def fitted(w: Weight, importance: Diagonal | None) -> Facts:
         return fits.fit(w, scheme, method, importance)

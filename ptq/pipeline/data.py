@@ -130,16 +130,24 @@ def _row_ids(where: str, row: Mapping[str, Any], tokenizer: Any) -> list[int]:
     if "input_ids" in row:
         return _checked_ids(where, row["input_ids"])
     if isinstance(row.get("text"), str):
-        return _encode(row["text"], tokenizer)
+        return _encode(_checked_text(where, row["text"]), tokenizer)
     if "messages" in row:
-        return _encode(_chat(where, row["messages"], tokenizer), tokenizer)
+        return _encode(_checked_text(where, _chat(where, row["messages"], tokenizer)), tokenizer)
     raise BadInput(f"{where}: got fields {sorted(row)}, expected text, messages or input_ids")
 
 
 def _checked_ids(where: str, ids: Any) -> list[int]:
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in cast("list[Any]", ids)):
-        raise BadInput(f"{where}: input_ids must be a list of token ids, none negative")
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 63 for i in cast("list[Any]", ids)):
+        raise BadInput(f"{where}: input_ids must be a list of token ids, none negative or beyond 64 bits")
     return cast("list[int]", ids)
+
+
+def _checked_text(where: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half of a pair; no tokenizer takes it
+        raise BadInput(f"{where}: not text that UTF-8 can hold: {error.reason} at character {error.start}") from None
+    return text
 
 
 def _chat(where: str, messages: Any, tokenizer: Any) -> str:
@@ -164,7 +172,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
 def _json_row(where: str, line: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{where}: not a line of JSON: {error}") from None
     if not isinstance(row, dict):
         raise BadInput(f"{where}: got {type(row).__name__}, expected an object with text, messages or input_ids")

@@ -52,9 +52,13 @@ def _device(choice: str | torch.device) -> torch.device:
     if choice == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=choice).device
+        device = torch.empty(0, device=choice).device
     except (RuntimeError, AssertionError) as error:
-        raise BadInput(f"device {choice!r} cannot be used: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise BadInput(f"device {str(choice)!r} cannot be used: {reason}") from None
+    if device.type == "meta":
+        raise BadInput("device 'meta' cannot be used: it holds no values; choose cpu or cuda")
+    return device
 
 
 def _dtype(choice: str | torch.dtype, model: Model, device: torch.device) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptq.base import Link, Params, Sites, Stage, State, Transform
+from ptq.base import Clause, Link, Params, Sites, Stage, State, Transform
 from ptq.errors import BadInput
 from ptq.models.model import Model
 from ptq.models.naming import names_in_files
@@ -154,7 +154,12 @@ def stage_sites(members: Sequence[Member]) -> Iterator[tuple[str, tuple[str, ...
 
 def describe(stages: Sequence[Stage]) -> list[list[str]]:
     """The recipe as names, for reports."""
-    return [[t.name for t in stage] for stage in stages]
+    return [[" on ".join((t.name, *(_shown(c) for c in t.select))) for t in stage] for stage in stages]
+
+
+def _shown(clause: Clause) -> str:
+    less = (*clause.ignore, *clause.earlier)
+    return f"{clause.pattern!r}{f' without {less}' if less else ''}"
 
 
 def extras(member: Member, seed: int, site: str, linked: tuple[Link, ...] = ()) -> dict[str, Any]:

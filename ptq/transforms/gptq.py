@@ -66,7 +66,9 @@ def gptq(
     def solve(leaf: Leaf, factor: obs.Factor) -> tuple[Leaf, Outcome]:
         return obs.sweep(dense(unquantized(leaf)), factor, keeping(leaf, projection)), outcome(factor)
 
-    return leafwise(("gram",), solve, shared=shared, check=check, name=f"gptq({scheme}, {fit}, damp={damp:g})")
+    how = "refresh" if refresh else f"order={order}"
+    name = f"gptq({scheme}, {fit}, damp={damp:g}, {how}, on_failure={on_failure})"
+    return leafwise(("gram",), solve, shared=shared, check=check, name=name)
 
 
 def factored(gram: Gram, damp: float, order: Order, on_failure: OnFailure) -> obs.Factor:

@@ -39,4 +39,4 @@ def magnitude(pattern: Pattern, per: Literal["tensor", "row"] = "tensor") -> Tra
         mask = pattern.mask(w.abs(), per)
         return Sparse(w.masked_fill(~mask, 0), mask, pattern)
 
-    return leafwise((), solve, check=check, name=f"magnitude({pattern})")
+    return leafwise((), solve, check=check, name=f"magnitude({pattern}, per={per})")

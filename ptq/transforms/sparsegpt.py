@@ -67,5 +67,6 @@ def sparsegpt(
     def solve(leaf: Leaf, factor: obs.Factor) -> tuple[Leaf, Outcome]:
         return obs.sweep(dense(unquantized(leaf)), factor, projection), outcome(factor)
 
-    name = f"sparsegpt({pattern}{f', {scheme}, {fit}' if scheme else ''}, damp={damp:g})"
+    kept = ", preserve_sparsity_mask" if preserve_sparsity_mask else ""
+    name = f"sparsegpt({pattern}{f', {scheme}, {fit}' if scheme else ''}, damp={damp:g}{kept}, on_failure={on_failure})"
     return leafwise(("gram",), solve, shared=shared, check=check, name=name)
