@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from ptq.base import Params, State, Stats, oriented
+from ptq.base import Params, State, Stats
 from ptq.errors import BadInput
 from ptq.models.call import Observer, functional, merge_stats, stand_ins
 from ptq.models.interpret import Interpreter, Reader
 from ptq.models.probe import Segment
-from ptq.numerics.leaves import Leaf, dense
+from ptq.numerics.leaves import dense
 from ptq.numerics.stats import KINDS
 from ptq.pipeline.batches import row_mask, rows
+from ptq.pipeline.lines import weight_line
 from ptq.pipeline.plan import Member, Plan, extras, stage_sites
+from ptq.pipeline.preserve import float32, floats, refuse_change
 from ptq.pipeline.spine import Batch
 from ptq.pipeline.weights import Weights, refuse_not_finite, refuse_unmeasured
 
@@ -131,29 +131,18 @@ class BlockRunner:
         self.weights.store({n: leaf for n, leaf in state.params.items() if leaf is not before[n]})
         self.todo -= set(sites)
         reads = {w: s for m in self.solves for s in sites for w in m.sites.get(s, ())}
-        lines = (self._line(n, reads[n], before[n], state.params[n], stats, after) for n in names)
-        self._rows.setdefault(segment.name, []).extend(lines)
+        self._rows.setdefault(segment.name, []).extend(
+            weight_line(n, reads[n], before[n], state.params[n], stats, after, self._notes_on(n, segment))
+            for n in names
+        )
 
-    def _line(self, name: str, site: str, before: Leaf, after: Leaf, stats: Stats, seen: Stats) -> dict[str, Any]:
-        """A weight's line of the report."""
-        kinds = stats.get(site, {})
-        outcome = seen.get(name, {}).get("outcome")
-        count = max((int(s.count.sum()) for s in kinds.values()), default=0)
-        notes = [outcome.note] if outcome and outcome.note else []
-        notes += self._notes.get(self.home[site].name, [])
+    def _notes_on(self, name: str, segment: Segment) -> list[str]:
+        notes = list(self._notes.get(segment.name, []))
         if self.plan.trace.reads.get(name, 1) > 1:
             notes.append(f"read {self.plan.trace.reads[name]} times in a forward, measured at the first")
         if name in self.plan.untied:
             notes.append("was tied, has weights of its own now")
-        return {
-            "name": name,
-            "site": site,
-            "tokens": count,
-            "error": _relative_error(before, after, kinds),
-            "damping": _largest(outcome.damping) if outcome else None,
-            "failures": int(outcome.failures.sum()) if outcome else 0,
-            "note": "; ".join(notes),
-        }
+        return notes
 
     def _observed(self, segment: Segment, arrived: Arrived, kinds: Mapping[str, Sequence[str]]) -> Stats:
         """Statistics of a parked block on its present weights."""
@@ -187,74 +176,19 @@ class BlockRunner:
         given = extras(member, self.seed, segment.name, links)
         state, _ = member.transform.apply(State(before), stats, sites, **given)
         changed = {n: leaf for n, leaf in state.params.items() if leaf is not before[n]}
-        self._refuse_changed_function(segment, member, next(iter(arrived.values())), before, {**before, **changed})
+        args, kwargs = float32(next(iter(arrived.values())))
+        old, new = (
+            self._block(segment, args, kwargs, lambda use, p=p: dense(p[use.name]).float(), torch.float32)
+            for p in (before, {**before, **changed})
+        )
+        feeding = [link.source for link in links] or list(changed)
+        refuse_change(old, new, args, before, f"{segment.name}: {member.transform.name}", feeding)
         self.weights.store(changed)
-
-    def _refuse_changed_function(
-        self, segment: Segment, member: Member, first: Any, before: Params, after: Params
-    ) -> None:
-        """A reparam keeps the function; checked in float32 on the first micro-batch, before anything is stored."""
-        args, kwargs = _float32(first)
-        old, new = (self._block(segment, args, kwargs, _serve(p), torch.float32) for p in (before, after))
-        change = _change(old, new, args)
-        limit = max(1e-4, 4 * max(torch.finfo(leaf.dtype).eps for leaf in before.values()))
-        if not change <= limit:
-            feeding = ", ".join(link.source for link in member.links if link.source in segment.params)
-            raise BadInput(
-                f"{segment.name}: {member.transform.name} changes the function by {change:.1e} (limit {limit:.1e}) "
-                f"through {feeding or 'its weights'}; leave this block out with `ignore`"
-            )
-
-
-def _serve(params: Params) -> Reader:
-    return lambda use: dense(params[use.name]).float()
-
-
-def _float32(tree: Any) -> Any:
-    """A parked block's arguments in float32; masks and ids stay."""
-    return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, tree)
-
-
-def _change(old: Any, new: Any, args: Sequence[Any]) -> float:
-    """Largest relative difference of what a block adds to its input: a residual would hide it."""
-    x = args[0] if args and isinstance(args[0], Tensor) else None
-    worst = 0.0
-    for a, b in zip(_floats(old), _floats(new), strict=True):
-        own = a - x if x is not None and x.shape == a.shape else a
-        worst = max(worst, float((a - b).norm() / own.norm().clamp_min(torch.finfo(a.dtype).tiny)))
-    return worst
-
-
-def _floats(tree: Any) -> Iterator[Tensor]:
-    leaves = pytree.tree_leaves(tree)
-    return (t for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
-
-
-def _largest(damping: Tensor) -> float | None:
-    """None where no damping was enough: infinity is no JSON, and the note says what was done instead."""
-    value = float(damping.max())
-    return value if math.isfinite(value) else None
-
-
-def _relative_error(before: Leaf, after: Leaf, kinds: Mapping[str, Any]) -> float:
-    """tr(D G D') / tr(W G W'), with the best of Gram, its diagonal and the identity that was measured."""
-    w = dense(oriented(before)).float()
-    d = dense(oriented(after)).float() - w
-
-    def energy(m: Tensor) -> Tensor:
-        if "gram" in kinds:
-            return ((m @ kinds["gram"].sum.to(m.dtype)) * m).sum()
-        if "second_moment" in kinds:
-            return (m.square() * kinds["second_moment"].sum[..., None, :]).sum()
-        return m.square().sum()
-
-    total = energy(w)
-    return float(energy(d) / total) if bool(total > 0) else 0.0
 
 
 def _parked_bytes(segment: Segment, arrived: Arrived, params: Params) -> int:
     """What all micro-batches hold at the widest site: their residual, and the input that is parked there."""
-    hidden = [next(_floats(args_kwargs), None) for args_kwargs in arrived.values()]
+    hidden = [next(floats(args_kwargs), None) for args_kwargs in arrived.values()]
     values = sum(x.numel() * x.element_size() for x in hidden if x is not None)
     width = next((x.shape[-1] for x in hidden if x is not None), 1)
     widest = max((max(params[n].shape[-2:]) for n in segment.params if len(params[n].shape) >= 2), default=0)
