@@ -13,7 +13,7 @@ class BadInput(PtqError, ValueError):
     """The caller's input cannot work: a file, a recipe, a shape, a pattern. The command line exits with 2."""
 
 
-class NotRead(UserWarning):
+class Notice(UserWarning):
     """A checkpoint asks for something that is left aside. The command line shows it with the result."""
 
 

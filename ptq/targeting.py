@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ptq.base import Clause
-from ptq.errors import BadInput, NoMatch
+from ptq.errors import BadInput, NoMatch, Notice
 
 
 class Labels(NamedTuple):
@@ -86,7 +86,7 @@ def _complain(clause: Clause, table: Mapping[str, Labels]) -> None:
         raise NoMatch(f"target {clause.pattern!r} matches no weight of the model{_near(clause.pattern, table)}")
     for pattern in clause.ignore:
         if not any(reaches(pattern, labels) for labels in table.values()):
-            warnings.warn(f"ignore {pattern!r} matches no weight of the model", stacklevel=2)
+            warnings.warn(f"ignore {pattern!r} matches no weight of the model", Notice, stacklevel=2)
 
 
 def _near(pattern: str, table: Mapping[str, Labels]) -> str:

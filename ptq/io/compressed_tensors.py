@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.errors import BadInput, NotRead
+from ptq.errors import BadInput, Notice
 from ptq.io.quantization_config import Args, Config, parse
 from ptq.io.safetensors import OnDisk
 from ptq.numerics.grids import Float8, Int
@@ -108,7 +108,7 @@ def collected(
     config = parse(quantization, where)
     if config.beyond:
         what = f"its config also quantizes {config.beyond}; only weights are read"
-        warnings.warn(f"{where}: {what}", NotRead, stacklevel=2)
+        warnings.warn(f"{where}: {what}", Notice, stacklevel=2)
     modules: dict[str, dict[str, OnDisk]] = {}
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")
