@@ -14,7 +14,10 @@ class BadInput(PtqError, ValueError):
 
 
 class Notice(UserWarning):
-    """A checkpoint asks for something that is left aside. The command line shows it with the result."""
+    """Something to know though nothing failed: what a checkpoint asks for and does not get, a pattern without effect.
+
+    The command line shows it with the result.
+    """
 
 
 class NoMatch(BadInput):
