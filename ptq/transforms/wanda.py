@@ -2,7 +2,9 @@
 
 Objective: `min sum_ij (w_ij - q_ij)^2 |x_j|^2` over each row's patterns: the layer's error without its cross terms.
 
-Reference: Sun et al. 2023, arXiv 2306.11695.
+Reference: Sun et al. 2023, arXiv 2306.11695. As there, a block is measured with its own weights still dense. Nothing
+here makes up for the errors of earlier weights, so measuring their effect does not help: SmolLM2 pruned to 2:4 has
+perplexity 254 this way, and 266 when each weight is measured behind the pruned ones of its block.
 """
 
 from __future__ import annotations
@@ -40,4 +42,4 @@ def wanda(pattern: Pattern) -> Transform:
         mask = pattern.mask(accumulated(w).abs() * second_moment.sum.sqrt()[..., None, :], per="row")
         return Sparse(w.masked_fill(~mask, 0), mask, pattern)
 
-    return leafwise(("second_moment",), solve, check=check, name=f"wanda({pattern})")
+    return leafwise(("second_moment",), solve, check=check, name=f"wanda({pattern})")._replace(scope="block")
