@@ -72,12 +72,14 @@ def test_codes_are_those_of_compressed_tensors(tensors: dict[str, Tensor], case:
     assert torch.equal(dense(validate(got, case)), tensors[f"{case}/x/decompressed_weight"])
 
 
-@pytest.mark.parametrize(("tensors", "case", "how"), CODES)
+# Blocks are no granularity of schemes yet; their codes are compared above.
+SCALES = [found for found in CODES if found.values[2]["strategy"] in ("tensor", "channel", "group")]
+
+
+@pytest.mark.parametrize(("tensors", "case", "how"), SCALES)
 def test_minmax_scales_are_those_of_compressed_tensors(
     tensors: dict[str, Tensor], case: str, how: dict[str, Any]
 ) -> None:
-    if how["strategy"] not in ("tensor", "channel", "group"):
-        pytest.skip("blocks are not a granularity of this version")
     grid = Int(how["num_bits"]) if how["type"] == "int" else Float8()
     scheme = Scheme(grid, how["strategy"], how["group_size"], how["symmetric"])
     scale, zero = fit(tensors[f"{case}/in/weight"], scheme)
