@@ -59,9 +59,9 @@ def compensation_pays(make: Callable[[], Projection]) -> None:
     """It raises the error of the weight, and lowers that of the output: greedily, so on the whole."""
     output, weight = 0.0, 0.0
     for seed in range(8):
-        w, g = randn(seed, OUT, IN), gram(seed + 50, IN)
+        w, g = randn(seed, 8, OUT, IN), gram(seed + 50, IN).expand(8, IN, IN)
         swept = dense(obs.sweep(w, obs.inverse_factor(g), make())) - w
-        plain = dense(obs.project(w, make(), g.diagonal())) - w
+        plain = dense(obs.project(w, make(), g.diagonal(dim1=-2, dim2=-1))) - w
         output += ((swept @ g * swept).sum() / (plain @ g * plain).sum()).log().item()
         weight += (swept.square().sum() / plain.square().sum()).log().item()
     assert output < 0 < weight
