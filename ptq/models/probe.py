@@ -103,7 +103,7 @@ class _Watch:
         self.zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         self.transposed: set[str] = set()
         self.events: list[tuple[str, str]] = []  # ("enter", block) and ("read", parameter)
-        self.inputs: dict[int, tuple[Tensor, list[str]]] = {}  # id of an input -> it, kept alive, and its readers
+        self.inputs: dict[tuple[int, int], tuple[Tensor, list[str]]] = {}  # an input, kept alive, and its readers
         self.outputs: dict[tuple[int, int], tuple[Tensor, str]] = {}  # a norm's output, kept alive, and the norm
         for path in blocks(module):
             module.get_submodule(path).register_forward_pre_hook(self._enter(path))
@@ -121,7 +121,9 @@ class _Watch:
             self.kinds[name] = use.kind
         self.reads[name] += 1
         if use.x is not None and self.reads[name] == 1:
-            self.inputs.setdefault(id(use.x), (use.x, []))[1].append(name)
+            # One tensor object may hold different values in turn: residuals are added to in place.
+            key = id(use.x), use.x._version  # noqa: SLF001  # torch's own count of writes
+            self.inputs.setdefault(key, (use.x, []))[1].append(name)
             if use.transposed:
                 self.transposed.add(name)
         leaf = self.params[name]
