@@ -43,7 +43,8 @@ from ptq.numerics.stats import (
 from ptq.pipeline.calibrate import calibrate as calibrate, load_stats as load_stats, save_stats as save_stats
 from ptq.pipeline.data import tokens as tokens
 from ptq.pipeline.evaluate import perplexity as perplexity
-from ptq.pipeline.scan import Block as Block, Run as Run, compress as compress
+from ptq.pipeline.run import Run as Run, compress as compress
+from ptq.pipeline.scan import Block as Block
 from ptq.recipes.presets import recipe as recipe
 from ptq.transforms.fold import fold_norms as fold_norms
 from ptq.transforms.gptq import gptq as gptq

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ptq._tree import node, static
@@ -49,6 +50,14 @@ class Outcome:
     failures: Tensor
     """`[*e]`: factorizations that failed before"""
     note: str = static(default="")
+
+    def after(self, earlier: Outcome | None) -> Outcome:
+        """This one and what another solve of the same weight had to do before: the worst of both."""
+        if earlier is None:
+            return self
+        notes = dict.fromkeys(filter(None, (earlier.note, self.note)))
+        damping = torch.maximum(earlier.damping, self.damping)
+        return Outcome(damping, earlier.failures + self.failures, "; ".join(notes))
 
 
 class Clause(NamedTuple):
@@ -183,7 +192,8 @@ def leafwise(
                 _check_solved(name, weight, oriented(params[weight]), leaf)
                 params[weight] = Transposed(leaf) if isinstance(params[weight], Transposed) else leaf
                 if outcome is not None:
-                    seen[weight] = {**seen.get(weight, {}), "outcome": outcome}
+                    known = seen.get(weight, {})
+                    seen[weight] = {**known, "outcome": outcome.after(known.get("outcome"))}
         return state._replace(params=params), seen
 
     return Transform("solve", "site", init, apply, name=name)

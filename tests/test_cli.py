@@ -255,8 +255,9 @@ def test_weights_that_are_not_finite(
     tensors = load_file(copied / "model.safetensors")
     tensors[name][3, 5] = value
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    refused(cli("compress", copied, out, "--recipe", recipe, *SMALL), name, "NaN or infinite")
-    nothing_left(out)
+    done = cli("compress", copied, out, "--recipe", recipe, *SMALL)
+    refused(done, name, "NaN or infinite", "2 finished blocks kept in")
+    assert [p.name for p in out.parent.iterdir()] == ["out.partial"]
 
 
 def test_activations_that_are_not_finite(cli: Callable[..., Done], copied: Path, out: Path) -> None:
@@ -265,8 +266,8 @@ def test_activations_that_are_not_finite(cli: Callable[..., Done], copied: Path,
     tensors["model.layers.1.input_layernorm.weight"][0] = 3e38
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
     done = cli("compress", copied, out, "--recipe", "gptq-w4a16", *SMALL)
-    refused(done, "model.layers.1.self_attn.q_proj", "activations")
-    nothing_left(out)
+    refused(done, "model.layers.1.self_attn.q_proj", "activations", "2 finished blocks kept in")
+    assert [p.name for p in out.parent.iterdir()] == ["out.partial"]
 
 
 def test_output_that_exists(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
@@ -416,22 +417,65 @@ def test_a_full_disk_is_exit_code_1(tiny_llama: Path, out: Path) -> None:
     nothing_left(out)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_it_and_leave_nothing(
-    tmp_path: Path, out: Path, tokenizer: Any, number: signal.Signals, code: int
-) -> None:
+@pytest.fixture
+def deep(tmp_path: Path, tokenizer: Any) -> Path:
+    """A model of so many blocks that there is time to interrupt its run."""
     model = tmp_path / "model"
-    stock(llama_config(num_hidden_layers=60)).save_pretrained(model)
+    stock(llama_config(num_hidden_layers=40)).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    with spawned("compress", model, out, "--recipe", "gptq-w4a16", "--samples", "64", "--seq-len", "64") as process:
-        deadline = time.monotonic() + 60
-        while not list(out.parent.iterdir()) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+    return model
+
+
+LONG = ["--recipe", "gptq-w4a16", "--samples", "64", "--seq-len", "64", "--device", "cpu"]
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_it_and_it_goes_on(
+    cli: Callable[..., Done], deep: Path, out: Path, number: signal.Signals, code: int
+) -> None:
+    journal = out.with_name("out.partial") / "job.jsonl"
+    with spawned("compress", deep, out, *LONG) as process:
+        wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3, process)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert err.count("\n") == 1
+    assert "finished blocks kept in" in err
+    assert "out.partial; the same command with --resume goes on from there" in err
     assert not out.exists()
+    refused(cli("compress", deep, out, *LONG), "out.partial: left by a run that was interrupted; resume it")
+    refused(cli("compress", deep, out, *LONG, "--resume", "--seed", "1"), "was begun with another seed: 0, now 1")
+    assert cli("compress", deep, out, *LONG, "--resume").code == 0
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_a_signal_before_the_first_block_leaves_nothing(deep: Path, out: Path) -> None:
+    with spawned("compress", deep, out, *LONG, "--samples", "256") as process:
+        wait_for(lambda: list(out.parent.iterdir()), process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "ptq: interrupted\n" or "kept in" in err
+    assert ("kept in" in err) == bool(list(out.parent.iterdir()))
+
+
+def test_a_second_signal_ends_it_at_once(cli: Callable[..., Done], deep: Path, out: Path) -> None:
+    journal = out.with_name("out.partial") / "job.jsonl"
+    with spawned("compress", deep, out, *LONG) as process:
+        wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3, process)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode in (130, 143)  # the first one may have got there first
+    assert err.count("\n") == 1
+    assert "--resume" in err
+    assert cli("compress", deep, out, *LONG, "--resume").code == 0
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

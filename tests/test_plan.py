@@ -14,7 +14,7 @@ from ptq.models.skeleton import from_module
 from ptq.numerics.leaves import dense
 from ptq.pipeline.batches import micro_batches
 from ptq.pipeline.plan import Plan, make_plan
-from ptq.pipeline.scan import _stage
+from ptq.pipeline.run import _stage
 
 HALVE = leafwise((), lambda w: dense(w) / 2, name="halve")
 MEASURE = leafwise(("gram",), lambda w, gram: w, name="measure")

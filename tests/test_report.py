@@ -11,7 +11,7 @@ from ptq.cli.tables import show_report, show_tensors
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.leaves import Quantized, Sparse, Transposed
 from ptq.numerics.patterns import NM, Unstructured
-from ptq.pipeline.report import Size, format_name, size, totals, versions
+from ptq.pipeline.report import format_name, totals, versions
 
 
 def quantized(rows: int, groups: int, bits: int = 4, zero: bool = False) -> Quantized:
@@ -22,26 +22,14 @@ def quantized(rows: int, groups: int, bits: int = 4, zero: bool = False) -> Quan
     )
 
 
-def test_size_counts_codes_scales_and_zero_points() -> None:
-    params = {
-        "a": quantized(8, 2),
-        "b": quantized(8, 2, zero=True),
-        "c": Transposed(quantized(8, 1, bits=3)),
-        "d": torch.ones(10, dtype=torch.bfloat16),
-    }
-    bits = {"a": 512 * 4 + 16 * 16, "b": 512 * 4 + 16 * 16 + 16 * 4, "c": 512 * 3 + 8 * 16, "d": 160}
-    sized = size(params, {"a", "b", "c"})
-    assert sized == Size(sum(bits.values()) // 8, (bits["a"] + bits["b"] + bits["c"]) // 8, 3 * 512)
-    assert totals(sized, 2.5) == {
-        "bits_per_weight": (bits["a"] + bits["b"] + bits["c"]) / (3 * 512),
-        "bytes": sum(bits.values()) // 8,
-        "seconds": 2.5,
-    }
-    assert sized == size({"a": params["a"]}, {"a"}).plus(size({n: params[n] for n in "bcd"}, {"b", "c"}))
+def test_totals_count_each_weight_once_however_many_stages_worked_on_it() -> None:
+    rows = [{"name": name, "bytes": size, "numel": 512} for name, size in (("a", 288), ("b", 296), ("a", 288))]
+    blocks = [{"bytes": 600, "weights": rows[:2]}, {"bytes": 40, "weights": rows[2:]}]
+    assert totals(blocks, 2.5) == {"bits_per_weight": 8 * (288 + 296) / 1024, "bytes": 640, "seconds": 2.5}
 
 
 def test_nothing_compressed_has_no_bits_per_weight() -> None:
-    assert totals(size({"a": torch.ones(2)}, ()), 0.0)["bits_per_weight"] is None
+    assert totals([{"bytes": 8, "weights": []}], 0.0)["bits_per_weight"] is None
 
 
 @pytest.mark.parametrize(

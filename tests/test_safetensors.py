@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import same_bits
 from ptq.errors import BadInput
-from ptq.io.safetensors import DTYPES, INDEX, WEIGHTS, OnDisk, ShardWriter, headers, read_json
+from ptq.io.files import read_json
+from ptq.io.safetensors import DTYPES, INDEX, WEIGHTS, OnDisk, headers
+from ptq.io.shards import ShardWriter, rename_shards
 from ptq.numerics.leaves import compressed, dense, nbytes
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -29,9 +31,10 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def written(directory: Path, tensors: dict[str, torch.Tensor], shard_size: int = 1 << 30) -> list[str]:
     writer = ShardWriter(directory, shard_size)
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    return writer.close()
+    entries = {name: writer.write(name, tensor) for name, tensor in tensors.items()}
+    names = writer.close()
+    rename_shards(directory, names, entries.items())
+    return names if len(names) == 1 else [*names, INDEX]
 
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(list(DTYPES.values()))), min_size=1, max_size=8))
@@ -227,3 +230,35 @@ def test_json_that_is_too_deep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(BadInput, match="not a JSON file"):
         read_json(tmp_path / "config.json")
+
+
+@given(st.data(), st.integers(1, 400))
+def test_a_writer_goes_on_after_another(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shard_size: int
+) -> None:
+    """The same bytes as one writer's, whatever was written after the last entry that is known."""
+    tensors = {f"t{i}": filled((data.draw(st.integers(0, 30)),), torch.int16) for i in range(6)}
+    cut = data.draw(st.integers(0, 6))
+    whole, torn = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("torn")
+    written(whole, tensors, shard_size)
+    first = ShardWriter(torn, shard_size)
+    entries = [(name, first.write(name, tensor)) for name, tensor in tensors.items()]
+    first.close()
+    second = ShardWriter(torn, shard_size, entries[:cut])
+    entries[cut:] = [(name, second.write(name, tensors[name])) for name, _ in entries[cut:]]
+    names = second.close()
+    for _ in range(2):  # and once more, as after an interruption
+        rename_shards(torn, names, entries)
+    assert {p.name: p.read_bytes() for p in torn.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
+
+
+def test_a_shard_that_lost_its_end_is_refused(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path)
+    entry = writer.write("a", torch.ones(1000))
+    writer.close()
+    file = tmp_path / "shard-0.partial"
+    file.write_bytes(file.read_bytes()[:-1])
+    again = ShardWriter(tmp_path, written=[("a", entry)])
+    with pytest.raises(BadInput, match=r"shard-0\.partial: shorter than its journal says"):
+        again.write("b", torch.ones(1))
+    again.abort()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +21,10 @@ from conftest import CONFIGS, llama_config, stock
 from ptq.base import State
 from ptq.errors import BadInput
 from ptq.io.hub import load, open_model
-from ptq.io.safetensors import ShardWriter, headers
-from ptq.io.save import check_output, save
+from ptq.io.output import check_output
+from ptq.io.safetensors import headers
+from ptq.io.save import save
+from ptq.io.shards import ShardWriter
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
 from ptq.numerics.grids import Float8, Int
@@ -375,23 +376,29 @@ def test_transposed_leaves_say_what_they_are_in_the_config(tmp_path: Path, tiny_
 # Runs
 
 
-class Blocks(AbstractContextManager["Blocks"]):
+class Blocks:
     """What `save` sees of a run."""
+
+    stages = 1
+    identity: Mapping[str, Any] = {}
 
     def __init__(self, model: Model, params: dict[str, Any], fail: BaseException | None = None) -> None:
         self.start = model
         self.params = params
         self.fail = fail
         self.closed = False
+        self.report: dict[str, Any] = {"blocks": [], "totals": {}}
 
-    def stream(self) -> Iterator[Any]:
+    def stream(self, store: Any) -> Iterator[Any]:
         names = list(self.params)
         for i in range(0, len(names), 5):
-            yield SimpleNamespace(state=State({n: self.params[n] for n in names[i : i + 5]}))
+            params = {n: self.params[n] for n in names[i : i + 5]}
+            store.put(0, params, {"name": str(i), "weights": []})
+            yield SimpleNamespace(state=State(params))
         if self.fail:
             raise self.fail
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         self.closed = True
 
 
@@ -411,31 +418,37 @@ def test_a_run_is_streamed(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest
     events: list[str] = []
     write = ShardWriter.write
 
-    def watched(writer: ShardWriter, name: str, tensor: torch.Tensor) -> None:
+    def watched(writer: ShardWriter, name: str, tensor: torch.Tensor) -> Any:
         events.append(name)
-        write(writer, name, tensor)
+        return write(writer, name, tensor)
 
     class Noted(Blocks):
-        def stream(self) -> Iterator[Any]:
-            for block in super().stream():
+        def stream(self, store: Any) -> Iterator[Any]:
+            for block in super().stream(store):
                 events.append("block")
                 yield block
 
     monkeypatch.setattr(ShardWriter, "write", watched)
     model = open_model(tiny_llama)
     save(Noted(model, dict(model.params)), tmp_path / "out")
-    assert [i for i, event in enumerate(events) if event == "block"] == [0, 6, 12, 18, 24]
+    assert [i for i, event in enumerate(events) if event == "block"] == [5, 11, 17, 23, 25]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("solver"), OSError(errno.ENOSPC, "disk full")])
-def test_failure_leaves_nothing_behind(error: BaseException, tiny_llama: Path, tmp_path: Path) -> None:
+def test_failure_keeps_what_is_finished_and_nothing_else(
+    error: BaseException, tiny_llama: Path, tmp_path: Path
+) -> None:
     model = open_model(tiny_llama)
-    run = Blocks(model, dict(model.params), fail=error)
-    with pytest.raises(type(error)) as caught:
-        save(run, tmp_path / "deep" / "er" / "out")
-    assert caught.value is error
-    assert run.closed
-    assert list(tmp_path.iterdir()) == []
+    for params in ({}, dict(model.params)):
+        run = Blocks(model, params, fail=error)
+        with pytest.raises(type(error)) as caught:
+            save(run, tmp_path / "deep" / "er" / "out")
+        assert caught.value is error
+        assert run.closed
+        assert [p.name for p in (tmp_path / "deep" / "er").glob("*")] == (["out.partial"] if params else [])
+        assert (tmp_path / "deep").exists() == bool(params)
+    assert error.__notes__[-1].startswith("5 finished blocks kept in ")
+    assert error.__notes__[-1].endswith("out.partial; the same command with --resume goes on from there")
 
 
 # Directories
@@ -463,11 +476,11 @@ def test_a_failed_overwrite_keeps_the_old_one(
     save(model, out)
     before = {p.name: p.read_bytes() for p in out.iterdir()}
     with pytest.raises(RuntimeError, match="solver"):
-        save(Blocks(model, dict(model.params), fail=RuntimeError("solver")), out, overwrite=True)
+        save(Blocks(model, {}, fail=RuntimeError("solver")), out, overwrite=True)
     rename = Path.rename
 
     def failing(path: Path, target: Path) -> Path:
-        if path.name.endswith(".partial") and target == out:
+        if path.name == "out.partial" and target == out:
             raise OSError(errno.EIO, "broken")
         return rename(path, target)
 
@@ -556,8 +569,8 @@ def test_while_it_works_the_output_does_not_exist(tiny_llama: Path, tmp_path: Pa
     seen: list[list[str]] = []
 
     class Looking(Blocks):
-        def stream(self) -> Iterator[Any]:
-            for block in super().stream():
+        def stream(self, store: Any) -> Iterator[Any]:
+            for block in super().stream(store):
                 seen.append([p.name for p in tmp_path.iterdir()])
                 yield block
 

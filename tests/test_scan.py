@@ -22,7 +22,7 @@ from ptq.numerics.leaves import Transposed, dense
 from ptq.numerics.schemes import scheme
 from ptq.pipeline import blocks as blocks_module, scan
 from ptq.pipeline.calibrate import calibrate, load_stats, save_stats
-from ptq.pipeline.scan import compress
+from ptq.pipeline.run import compress
 from ptq.pipeline.spine import Spine
 from ptq.transforms.fold import fold_norms
 from ptq.transforms.gptq import gptq

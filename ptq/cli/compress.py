@@ -18,6 +18,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of transforms that draw random numbers (default 0)")
     add_place(parser, "auto")
     add_overwrite(parser)
+    parser.add_argument(
+        "--offload", metavar="PLACE", help="put waiting activations there: a directory, or a device such as cpu"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with what an interrupted run left; the result is the same"
+    )
     parser.add_argument("--report", metavar="FILE.json", type=Path, help="write the report as JSON")
 
 
@@ -26,12 +32,12 @@ def run(args: argparse.Namespace) -> None:
     from ptq.cli.tables import show_report
     from ptq.cli.work import measures, refuse_unwritable, windows, write
     from ptq.io.hub import open_model
-    from ptq.io.save import check_output
-    from ptq.pipeline.scan import compress
+    from ptq.io.output import check_output
+    from ptq.pipeline.run import compress
     from ptq.recipes.presets import recipe
 
     stages = recipe(args.recipe)
-    check_output(args.out, args.overwrite, args.model)
+    check_output(args.out, args.overwrite, args.model, args.resume)
     if args.report:
         refuse_unwritable(args.report, args.out, args.model)
     model = open_model(args.model, args.trust_remote_code)
@@ -43,8 +49,9 @@ def run(args: argparse.Namespace) -> None:
         device=args.device,
         compute_dtype=args.compute_dtype,
         batch_size=args.batch_size,
+        offload=args.offload,
     )
-    report = {"model": args.model, **write(work, args.out, args.overwrite)}
+    report = {"model": args.model, **write(work, args.out, args.overwrite, args.resume)}
     if args.report:
         args.report.expanduser().write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     show_report(report)

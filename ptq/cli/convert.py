@@ -20,7 +20,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Reads and writes one tensor at a time."""
     from ptq.io.hub import open_model
-    from ptq.io.save import check_output, save
+    from ptq.io.output import check_output
+    from ptq.io.save import save
 
     check_output(args.out, args.overwrite, args.model)
     saved = save(open_model(args.model, args.trust_remote_code), args.out, args.overwrite, args.format)

@@ -20,10 +20,10 @@ def run(args: argparse.Namespace) -> None:
     from ptq.cli.work import write
     from ptq.io.demo import cache_directory
     from ptq.io.hub import load, open_model
-    from ptq.io.save import check_output
+    from ptq.io.output import check_output
     from ptq.pipeline.data import tokens
     from ptq.pipeline.evaluate import perplexity
-    from ptq.pipeline.scan import compress
+    from ptq.pipeline.run import compress
     from ptq.recipes.presets import recipe
 
     # The default place is ours, so an earlier demo may go; a place that was named is never overwritten.

@@ -44,16 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     _quieten()
     try:
-        with _sigterm_raises(), warnings.catch_warnings(record=True) as args.warned:
+        with _signals_raise(), warnings.catch_warnings(record=True) as args.warned:
             warnings.simplefilter("default")
             args.run(args)
             for notice in notices(args):
                 print(notice)
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _failed("interrupted", 130)
-    except Terminated:
-        return _failed("terminated", 143)
+    except KeyboardInterrupt as error:
+        return _failed("interrupted", 130, error)
+    except Terminated as error:
+        return _failed("terminated", 143, error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at exit complains
         return 1
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, PtqError | OSError):
             raise
-        return _failed(str(error), 2 if isinstance(error, BadInput) else 1)
+        return _failed(str(error), 2 if isinstance(error, BadInput) else 1, error)
     return 0
 
 
@@ -77,8 +77,10 @@ def _parser() -> Parser:
     return parser
 
 
-def _failed(message: str, code: int) -> int:
-    sys.stderr.write(f"ptq: {' '.join(message.split())}\n")
+def _failed(message: str, code: int, error: BaseException) -> int:
+    """One line: what happened, and what was noted on its way, such as how to go on."""
+    said = "; ".join((message, *getattr(error, "__notes__", ())))
+    sys.stderr.write(f"ptq: {' '.join(said.split())}\n")
     return code
 
 
@@ -90,14 +92,25 @@ def _quieten() -> None:
 
 
 @contextmanager
-def _sigterm_raises() -> Generator[None]:
-    """SIGTERM as an exception, so that threads are ended and unfinished files removed on the way out."""
+def _signals_raise() -> Generator[None]:
+    """SIGTERM and Ctrl-C as exceptions, so that threads are ended on the way out; a second one ends all at once.
 
-    def handler(number: int, frame: FrameType | None) -> NoReturn:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, handler)
+    Nothing is lost by that: what is finished is on disk.
+    """
+    before = {number: signal.signal(number, _raise) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, _end)
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, b"ptq: ended at once; where blocks were finished, the same command with --resume goes on from there\n")
+    os._exit(128 + number)

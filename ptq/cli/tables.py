@@ -31,7 +31,8 @@ def totals_line(totals: Mapping[str, Any]) -> str:
     """
     bits, size, seconds = totals["bits_per_weight"], totals["bytes"] / 1e6, totals["seconds"]
     shown = "-" if bits is None else f"{bits:.4g}"
-    return f"bits per compressed weight {shown}, size {size:.1f} MB, time {seconds:.1f} s"
+    time = "" if seconds is None else f", time {seconds:.1f} s"
+    return f"bits per compressed weight {shown}, size {size:.1f} MB{time}"
 
 
 def show_tensors(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -61,7 +62,7 @@ def _block(block: Mapping[str, Any]) -> tuple[str, ...]:
         str(len(weights) or "-"),
         f"{sum(errors) / len(errors):.2e}" if errors else "-",
         f"{max(dampings):g}" if dampings else "-",
-        f"{block['seconds']:.1f}",
+        "-" if block["seconds"] is None else f"{block['seconds']:.1f}",
     )
 
 

@@ -1,13 +1,12 @@
-"""What several commands do: take windows of a text, watch a run, write it block by block, and complete its report."""
+"""What several commands do: take windows of a text, follow a run with a bar, write it, and complete its report."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -18,62 +17,59 @@ from ptq.base import Stage, State
 from ptq.errors import BadInput
 from ptq.io.save import save
 from ptq.models.model import Model
-from ptq.numerics.leaves import nbytes
 from ptq.pipeline.data import tokens
-from ptq.pipeline.scan import Block, Run
+from ptq.pipeline.run import Run
+from ptq.pipeline.scan import Step
 
 
-class Size(NamedTuple):
-    """Of a weight that was worked on: bytes as it is packed, bytes where it is stored dense, number of values."""
-
-    packed: int
-    dense: int
-    numel: int
-
-
-class Watched:
-    """A run that moves a bar on stderr as its blocks are finished, where stderr is a terminal."""
+class Bar:
+    """A bar on stderr that follows a run through its stages and blocks, where stderr is a terminal."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.start: Model = run.start
-        self.sizes: dict[str, Size] = {}
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+        )
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False))
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, *times, console=console, transient=True, disable=not sys.stderr.isatty())
+        self._task = self._bar.add_task("blocks", total=run.stages * len(run), rate="")
+        self._began: tuple[float, int] | None = None
 
     def __enter__(self) -> Self:
+        self.run.watch = self.follow
+        self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.run.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._bar.update(self._task, completed=self.run.stages * len(self.run))
+        self._bar.stop()
 
-    def stream(self) -> Iterator[Block]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        console = Console(stderr=True)
-        with Progress(
-            *columns, TimeRemainingColumn(), console=console, transient=True, disable=not sys.stderr.isatty()
-        ) as bar:
-            task = bar.add_task("blocks", total=len(self.run))
-            for block in self.run.stream():
-                for name in (w["name"] for w in block.report["weights"]):
-                    leaf, count = block.state.params[name], block.state.params[name].shape.numel()
-                    self.sizes[name] = Size(nbytes(leaf), count * leaf.dtype.itemsize, count)
-                yield block
-                bar.update(task, advance=1, description=block.name)
+    def follow(self, step: Step) -> None:
+        """A block is begun. What an earlier process did counts as done, but not for the rate."""
+        done, now = step.stage * len(self.run) + step.block, time.perf_counter()
+        if self._began is None:
+            self._began = now, done
+            self._bar.reset(self._task, completed=done)
+        since, from_ = self._began
+        rate = f"{(now - since) / (done - from_):.1f} s a block" if done > from_ else ""
+        stage = f"stage {step.stage + 1} of {self.run.stages}, " if self.run.stages > 1 else ""
+        self._bar.update(self._task, completed=done, description=f"{stage}{step.name}", rate=rate)
 
 
-def write(run: Run, out: str | Path, overwrite: bool) -> dict[str, Any]:
+def write(run: Run, out: str | Path, overwrite: bool, resume: bool = False) -> dict[str, Any]:
     """Writes a run's blocks as they are finished; returns its report, completed by what the files say."""
-    watched = Watched(run)
-    saved = save(watched, out, overwrite=overwrite)
+    with Bar(run):
+        saved = save(run, out, overwrite=overwrite, resume=resume)
     report = run.report
-    for weight in (w for block in report["blocks"] for w in block["weights"] if w["name"] in saved.notes):
-        weight["note"] = "; ".join(filter(None, (weight["note"], saved.notes[weight["name"]])))
-    sizes = [size.dense if name in saved.notes else size.packed for name, size in watched.sizes.items()]
-    count = sum(size.numel for size in watched.sizes.values())
-    totals = {"bits_per_weight": 8 * sum(sizes) / count if count else None, "bytes": saved.nbytes}
-    notes = [f"{name}: {note}" for name, note in saved.notes.items() if name not in watched.sizes]
-    return {**report, "path": str(saved.path), "notes": notes, "totals": {**report["totals"], **totals}}
+    worked_on = {w["name"] for block in report["blocks"] for w in block["weights"]}
+    notes = [f"{name}: {note}" for name, note in saved.notes.items() if name not in worked_on]
+    totals = {**report["totals"], "bytes": saved.nbytes}
+    return {**report, "path": str(saved.path), "notes": notes, "totals": totals}
 
 
 def measures(stage: Stage) -> bool:

@@ -14,8 +14,9 @@ from torch import nn
 from ptq.base import State
 from ptq.errors import BadInput, PtqError
 from ptq.io.compressed_tensors import collected
+from ptq.io.files import read_json
 from ptq.io.quantization_config import KEYS
-from ptq.io.safetensors import OnDisk, headers, read_json
+from ptq.io.safetensors import OnDisk, headers
 from ptq.models.model import Model
 from ptq.models.naming import Reading, assigned, names_in_files, read
 from ptq.models.skeleton import aliases, checkpoint_dtype, from_config, remember_conversions, set_buffers

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ptq.errors import BadInput
+from ptq.io.files import read_json
 from ptq.numerics.lazy import Lazy
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -33,12 +34,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHARD_SIZE = 4 << 30
-_ROOM = 1 << 18  # bytes kept free for a header, whose length is known only when the last tensor is
-_METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True)
@@ -105,13 +103,24 @@ def _indexed(path: Path) -> dict[str, OnDisk]:
     return {tensor: found[file][tensor] for tensor, file in files.items()}
 
 
-def _header(file: Path) -> dict[str, OnDisk]:
+def metadata(file: Path) -> dict[str, str]:
+    """The free text that a file carries beside its tensors."""
+    _, _, raw = _raw(file)
+    return json.loads(raw).get("__metadata__", {})
+
+
+def _raw(file: Path) -> tuple[int, int, bytes]:
+    """A file's size, its header's length and the header."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > size - 8:
             raise BadInput(f"{file}: truncated or no safetensors file ({size} bytes); download or copy it again")
-        raw = handle.read(length)
+        return size, length, handle.read(length)
+
+
+def _header(file: Path) -> dict[str, OnDisk]:
+    size, length, raw = _raw(file)
     try:
         table = json.loads(raw)
         entries = {name: entry for name, entry in table.items() if name != "__metadata__"}
@@ -137,108 +146,3 @@ def _entry(file: Path, name: str, entry: Mapping[str, Any], start: int) -> OnDis
     if end - begin != math.prod(sizes) * dtype.itemsize:
         raise BadInput(f"{file}: {name}: {end - begin} bytes for {sizes} of {dtype}; download or copy it again")
     return OnDisk(file, name, dtype, torch.Size(sizes), start + begin)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        BadInput: the file is not there, not JSON or not an object.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadInput(f"{file}: no such file") from None
-    except (ValueError, RecursionError):
-        raise BadInput(f"{file}: not a JSON file; download or copy it again") from None
-    if not isinstance(value, dict):
-        raise BadInput(f"{file}: holds {type(value).__name__}, expected an object")
-    return value
-
-
-class ShardWriter:
-    """Writes tensors to shards one by one and holds none of them.
-
-    Each shard keeps room for its header in front, and is full when it has `shard_size` bytes or when that room is
-    used up. Shards have temporary names until `close`, since their number is part of their names.
-
-    Args:
-        directory: where the shards go; it exists.
-        shard_size: bytes of tensors in a shard; a larger tensor has a shard of its own.
-    """
-
-    def __init__(self, directory: Path, shard_size: int = SHARD_SIZE) -> None:
-        self.directory = directory
-        self.shard_size = shard_size
-        self._shards = [_Shard(directory / "shard-0.partial")]
-
-    @property
-    def total(self) -> int:
-        """Bytes of tensors written so far."""
-        return sum(shard.end for shard in self._shards)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Appends one tensor."""
-        # A tensor of one element is contiguous whatever its strides say, and then cannot be viewed as bytes.
-        flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
-        data = flat.view(torch.uint8).numpy().data
-        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
-        if not self._shards[-1].takes(name, entry, len(data), self.shard_size):
-            self._shards[-1].close()
-            self._shards.append(_Shard(self.directory / f"shard-{len(self._shards)}.partial"))
-        self._shards[-1].append(name, entry, data)
-
-    def close(self) -> list[str]:
-        """Names the shards, writes an index where there are several, and returns the names of all these files."""
-        self._shards[-1].close()
-        count = len(self._shards)
-        names = [WEIGHTS] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-        for shard, name in zip(self._shards, names, strict=True):
-            shard.path.rename(self.directory / name)
-        if count == 1:
-            return names
-        table = {tensor: name for shard, name in zip(self._shards, names, strict=True) for tensor in shard.entries}
-        index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(table.items()))}
-        (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        return [*names, INDEX]
-
-    def abort(self) -> None:
-        """Closes what is open; the files are left to whoever removes the directory."""
-        self._shards[-1].file.close()
-
-
-class _Shard:
-    """One file that is being written, behind the room for its header."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file = path.open("wb")
-        self.file.seek(_ROOM)
-        self.entries: dict[str, dict[str, Any]] = {}
-        self.end = 0
-        self._header = len(_json({"__metadata__": _METADATA}))
-
-    def takes(self, name: str, entry: dict[str, Any], count: int, size: int) -> bool:
-        fits = self._header + _width(name, entry) <= _ROOM - 8 and self.end + count <= size
-        return fits or not self.entries
-
-    def append(self, name: str, entry: dict[str, Any], data: memoryview) -> None:
-        self.file.write(data)
-        self.entries[name] = {**entry, "data_offsets": [self.end, self.end + len(data)]}
-        self.end += len(data)
-        self._header += _width(name, entry)
-
-    def close(self) -> None:
-        header = _json({"__metadata__": _METADATA, **self.entries})
-        self.file.seek(0)
-        self.file.write((_ROOM - 8).to_bytes(8, "little") + header.ljust(_ROOM - 8))
-        self.file.close()
-
-
-def _width(name: str, entry: dict[str, Any]) -> int:
-    """Bytes an entry takes in a header at most, whatever its offsets."""
-    return len(_json({name: entry})) + 64
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()

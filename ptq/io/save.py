@@ -1,33 +1,35 @@
 """Writing a checkpoint, block by block, while the model is still being compressed.
 
-What is written lies in `<path>.partial` until it is whole, and is then renamed: a directory under its final name is
-always a checkpoint. Compressed weights are stored in the format that serving engines read; what no loader can name is
-stored dense with the quantized values, and said so.
+Compressed weights are stored in the format that serving engines read; what no loader can name is stored dense with the
+quantized values, and said so.
 """
 
 from __future__ import annotations
 
 import copy
-import json
+import os
 import shutil
-import tempfile
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial as bound
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ptq.base import State
+from ptq.base import Params, State
 from ptq.errors import BadInput
 from ptq.io.compressed_tensors import FORMATS
+from ptq.io.files import read_json, write_json
+from ptq.io.job import JOURNAL, Past, Report, opened, refuse_changed
+from ptq.io.output import RECORD, check_output, locked, partial, swap, tidy
 from ptq.io.quantization_config import dump
-from ptq.io.safetensors import SHARD_SIZE
+from ptq.io.shards import SHARD_SIZE
 from ptq.io.writer import Writer
 from ptq.models.model import Model
 from ptq.models.skeleton import checkpoint_dtype
-from ptq.numerics.leaves import Leaf, compressed
+from ptq.numerics.leaves import compressed
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz"}
+_TIMES = ("seconds", "peak_bytes")
+"""what differs between two runs of one job, and so has no place in its result"""
 
 
 class Finished(Protocol):
@@ -37,22 +39,46 @@ class Finished(Protocol):
     def state(self) -> State: ...
 
 
-class Blocks(Protocol):
-    """What a run is to the writer; closed when the writer is done with it, or has failed."""
+class Store(Protocol):
+    """Where a run's finished blocks go, and where those are that an earlier process finished."""
+
+    def past(self, stage: int) -> Past: ...
+    def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]: ...
+
+
+F_co = TypeVar("F_co", bound=Finished, covariant=True)
+
+
+class Blocks(Protocol[F_co]):
+    """What a run is to the writer."""
 
     @property
     def start(self) -> Model:
         """The model that the run began from, ties settled."""
         ...
 
-    def stream(self) -> Iterator[Finished]:
-        """Its blocks, once, as they are finished."""
+    @property
+    def stages(self) -> int:
+        """How many passes there are over the model."""
         ...
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What must be the same for an interrupted run to go on."""
+        ...
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What was done so far."""
+        ...
+
+    def stream(self, store: Store) -> Iterator[F_co]:
+        """Its blocks, once, each after `store` has taken it."""
+        ...
+
+    def end(self) -> None:
+        """Ends its work; called when the writer is done with it, or has failed."""
+        ...
 
 
 class Saved(NamedTuple):
@@ -66,11 +92,12 @@ class Saved(NamedTuple):
 
 
 def save(
-    run_or_model: Model | Blocks,
+    run_or_model: Model | Blocks[Finished],
     path: str | Path,
     overwrite: bool = False,
     format: str = "auto",  # noqa: A002  # the field's word for it
     shard_size: int = SHARD_SIZE,
+    resume: bool = False,
 ) -> Saved:
     """Writes a Hugging Face directory that transformers, serving engines and `ptq.load` read.
 
@@ -81,127 +108,120 @@ def save(
         format: "auto" (what a weight came in, else pack-quantized for integers and float-quantized for float8),
             "dense", or one of the formats by name.
         shard_size: bytes of tensors in one file.
+        resume: whether to go on with what an interrupted run of the same job left; the result is the same, bit for
+            bit, as that of a run that was not interrupted.
 
     Raises:
         BadInput: the directory is not empty, or the model is read from it; a weight cannot be stored in the format, or
-            is not finite. Nothing is left behind then.
+            is not finite; what was left to be resumed is another job. Where no block was finished, nothing is left
+            behind.
     """
-    if format not in ("auto", *FORMATS):
-        raise BadInput(f"format {format!r} is not written; expected auto, {', '.join(FORMATS)}")
-    start = run_or_model if isinstance(run_or_model, Model) else run_or_model.start
-    target = check_output(path, overwrite, start.source)
-    if isinstance(run_or_model, Model):
-        if format not in ("auto", "dense") and not any(compressed(leaf) for leaf in run_or_model.params.values()):
-            raise BadInput(f"{run_or_model.source}: has no compressed weights to store as {format}; compress it first")
-        with _partial(target) as directory:
-            return _write(run_or_model, [run_or_model.params], directory, format, shard_size)._replace(path=target)
-    with _partial(target) as directory, run_or_model as run:
-        blocks = (block.state.params for block in run.stream())
-        return _write(run.start, blocks, directory, format, shard_size)._replace(path=target)
+    if not isinstance(run_or_model, Model):
+        writing = write(run_or_model, path, overwrite, format, shard_size, resume)
+        while True:
+            try:
+                next(writing)
+            except StopIteration as end:
+                return end.value
+    model, target = run_or_model, _checked(run_or_model, path, overwrite, format, resume=False)
+    if format not in ("auto", "dense") and not any(compressed(leaf) for leaf in model.params.values()):
+        raise BadInput(f"{model.source}: has no compressed weights to store as {format}; compress it first")
+    with opened(target, model, 1, None, bound(_writer, model, format, shard_size)) as job:
+        job.put(0, model.params, {"weights": []})
+        job.finish(bound(_complete, model, None))
+        return Saved(target, job.writer.nbytes, job.writer.notes)
 
 
-def check_output(path: str | Path, overwrite: bool = False, source: str | Path | None = None) -> Path:
-    """The directory to write to, absolute.
-
-    Args:
-        path: the directory.
-        overwrite: whether a model that is there may be replaced.
-        source: what the model is read from, which is never replaced.
-
-    Raises:
-        BadInput: no directory can be made there; it is not empty and may not be overwritten, is no model, or holds the
-            source; or an earlier run left its partial result.
-    """
-    target = Path(path).expanduser().absolute()
-    left = _left(target)
-    broken = next((path for path in (target, *target.parents) if path.is_symlink() and not path.exists()), None)
-    if broken is not None:
-        raise BadInput(f"{broken}: is a link to nothing; name a directory")
-    if target.exists() and not target.is_dir():
-        raise BadInput(f"{target}: is a file; name a directory")
-    if target.is_dir() and any(target.iterdir()):
-        _check_replaceable(target, overwrite, None if source is None else Path(source).expanduser())
-    if left:
-        raise BadInput(f"{_beside(target)}: left by a run that was interrupted; remove it")
-    return target
-
-
-def _left(target: Path) -> bool:
-    """Whether an earlier run left its partial result."""
-    try:
-        _beside(target).lstat()
-    except FileNotFoundError:
-        return False
-    except OSError as error:  # under a file, a loop of links, a name too long
-        raise BadInput(f"{target}: cannot be made: {error.strerror}; name another directory") from None
-    return True
+def write(
+    run: Blocks[F_co],
+    path: str | Path,
+    overwrite: bool = False,
+    format: str = "auto",  # noqa: A002  # as above
+    shard_size: int = SHARD_SIZE,
+    resume: bool = False,
+) -> Generator[F_co, None, Saved]:
+    """`save` for a run, one block at a time: each comes out when it is safe on disk."""
+    target = _checked(run.start, path, overwrite, format, resume)
+    identity = {**run.identity, "format": format, "shard size": shard_size}
+    whole = _whole(target, identity, overwrite) if resume else None
+    if whole is not None:
+        yield from run.stream(whole)
+        return whole.saved(target)
+    with opened(target, run.start, run.stages, identity, bound(_writer, run.start, format, shard_size)) as job:
+        try:
+            yield from run.stream(job)
+        finally:
+            run.end()
+        made = {"identity": identity, "report": _lasting(run.report)}
+        job.finish(bound(_complete, run.start, made))
+        return Saved(target, job.writer.nbytes, job.writer.notes)
 
 
-def _check_replaceable(target: Path, overwrite: bool, source: Path | None) -> None:
-    if not overwrite:
-        raise BadInput(f"{target}: exists and is not empty; choose another directory or overwrite it")
-    # Files too, since those of a model may be links to where the bytes are.
-    files = [] if source is None or not source.exists() else [source, *filter(Path.is_file, source.glob("*"))]
-    if any(file.resolve().is_relative_to(target.resolve()) for file in files):
-        raise BadInput(f"{target}: the model is read from it ({source}); choose another directory")
-    if not (target / "config.json").is_file():
-        raise BadInput(f"{target}: holds no config.json, so it is no model to overwrite; choose another directory")
+class _Whole(NamedTuple):
+    """A result that is there already: all of its blocks are past."""
+
+    made: dict[str, Any]
+
+    def past(self, stage: int) -> Past:
+        return Past(self.made["report"]["blocks"])
+
+    def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]:
+        raise RuntimeError(f"{report['name']} of stage {stage} is finished")
+
+    def saved(self, target: Path) -> Saved:
+        return Saved(target, self.made["nbytes"], self.made["notes"])
 
 
-def _beside(target: Path) -> Path:
-    return target.with_name(f"{target.name}.partial")
+def _whole(target: Path, identity: Mapping[str, Any], overwrite: bool) -> _Whole | None:
+    """The result of the same job, if it is whole; one that only lacks its final name is given it."""
+    directory = partial(target)
+    if (directory / RECORD).is_file() and not (directory / JOURNAL).exists():
+        handle = locked(directory)
+        try:
+            refuse_changed(read_json(directory / RECORD).get("identity"), identity, directory)
+            swap(target)
+        finally:
+            os.close(handle)
+    elif directory.exists() or not (target / RECORD).is_file():
+        return None
+    made = read_json(target / RECORD)
+    if made.get("identity") != identity and overwrite:
+        return None
+    refuse_changed(made.get("identity"), identity, target)
+    tidy(target)
+    return _Whole(made)
 
 
-@contextmanager
-def _partial(target: Path) -> Generator[Path]:
-    """A directory that takes its final name when the block ends, and is gone when it fails."""
-    partial = _beside(target)
-    made = [parent for parent in partial.parents if not parent.exists()]
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        _swap(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        for parent in made:
-            parent.rmdir()
-        raise
+def _checked(start: Model, path: str | Path, overwrite: bool, form: str, resume: bool) -> Path:
+    if form not in ("auto", *FORMATS):
+        raise BadInput(f"format {form!r} is not written; expected auto, {', '.join(FORMATS)}")
+    return check_output(path, overwrite, start.source, resume)
 
 
-def _swap(partial: Path, target: Path) -> None:
-    if not target.exists():
-        partial.rename(target)
-        return
-    aside = Path(tempfile.mkdtemp(prefix="ptq-old-", dir=target.parent))
-    old = target.rename(aside / target.name)
-    try:
-        partial.rename(target)
-    except BaseException:
-        old.rename(target)
-        aside.rmdir()
-        raise
-    shutil.rmtree(aside)
+def _writer(model: Model, form: str, shard_size: int, directory: Path, records: Sequence[Any]) -> Writer:
+    return Writer(model, directory, form, shard_size, records)
 
 
-def _write(model: Model, blocks: Iterable[Mapping[str, Leaf]], directory: Path, form: str, shard_size: int) -> Saved:
-    writer = Writer(model, directory, form, shard_size)
-    try:
-        for params in blocks:
-            writer.add(params)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    _write_config(model, writer, directory)
+def _complete(model: Model, made: dict[str, Any] | None, directory: Path, writer: Writer) -> None:
+    """All files but the shards; the one that says what made them comes last."""
     _carry_files(model, directory)
-    return Saved(directory, writer.nbytes, writer.notes)
+    _write_config(model, writer, directory)
+    if made is not None:
+        write_json(directory / RECORD, {**made, "nbytes": writer.nbytes, "notes": writer.notes})
+
+
+def _lasting(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A report without what differs between two runs of one job."""
+    nothing = dict.fromkeys(_TIMES)
+    blocks = [{**block, **nothing} for block in report["blocks"]]
+    return {**report, "blocks": blocks, "totals": {**report["totals"], "seconds": None}}
 
 
 def _write_config(model: Model, writer: Writer, directory: Path) -> None:
     quantization = dump(writer.modules, writer.ignored(), writer.by_class) if writer.modules else None
     if model.config is None:
         table = {"architectures": [type(model.module).__name__], "quantization_config": quantization}
-        (directory / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        write_json(directory / "config.json", table)
         return
     config = copy.deepcopy(model.config)
     config.architectures = [type(model.module).__name__]
@@ -212,24 +232,26 @@ def _write_config(model: Model, writer: Writer, directory: Path) -> None:
     vars(config).pop("quantization_config", None)
     if quantization is not None:
         config.quantization_config = quantization
-    config.to_json_file(directory / "config.json")
+    unfinished = directory / "config.json.partial"
+    config.to_json_file(unfinished)
+    unfinished.replace(directory / "config.json")
 
 
 def _carry_files(model: Model, directory: Path) -> None:
     """Files of the source that are no weights; what a source without files lacks is made from the model."""
     if model.source is not None and model.source.is_dir():
         for entry in sorted(model.source.iterdir()):
-            if entry.name.startswith(".") or entry in (directory, model.source / "config.json"):
+            if entry.name.startswith(".") or entry.name.endswith(".partial") or entry.name in ("config.json", RECORD):
                 continue
             if entry.is_file() and not _is_weights(entry):
                 shutil.copyfile(entry, directory / entry.name)
             # A folder with weights in it is another checkpoint, perhaps the one that is being written.
             elif entry.is_dir() and not any(map(_is_weights, entry.rglob("*"))):
-                shutil.copytree(entry, directory / entry.name)
+                shutil.copytree(entry, directory / entry.name, dirs_exist_ok=True)
     elif model.tokenizer is not None:
         model.tokenizer.save_pretrained(directory)
     generation: Any = getattr(model.module, "generation_config", None)
-    if generation is not None and not (directory / "generation_config.json").exists():
+    if generation is not None and not (model.source and (model.source / "generation_config.json").exists()):
         generation.to_json_file(directory / "generation_config.json")
 
 

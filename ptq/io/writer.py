@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ptq.errors import BadInput
 from ptq.io.compressed_tensors import FORMATS, Stored, arguments, default_format, encoded, zeroed
+from ptq.io.files import read_json
 from ptq.io.hub import joined
 from ptq.io.quantization_config import KEYS, Args
-from ptq.io.safetensors import ShardWriter, headers, read_json
+from ptq.io.safetensors import DTYPES, NAMES, headers
+from ptq.io.shards import Entry, ShardWriter
 from ptq.models.model import Model
 from ptq.models.naming import joint, names_in_files, read, written
 from ptq.models.skeleton import checkpoint_dtype, persistent_buffers
@@ -25,6 +28,47 @@ _PACKED_ZEROS = (
 )
 
 
+class Record(NamedTuple):
+    """How one tensor of a checkpoint, which may be several in its files, was stored."""
+
+    file: str
+    """its name in the checkpoint"""
+    name: str
+    """the parameter in memory that it is, or is a part of"""
+    parts: dict[str, Entry]
+    """tensors in the files"""
+    dtype: str
+    shape: list[int]
+    args: Args | None = None
+    """how it is compressed, if it is"""
+    note: str = ""
+    """why it is not stored as asked"""
+    by_class: bool = True
+    """whether the class of its module says how it is stored"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the files, without the few that say a packed weight's shape."""
+        return sum(e.end - e.begin for part, e in self.parts.items() if not part.endswith("weight_shape"))
+
+    def leaf(self, directory: Path) -> Leaf:
+        """What was stored, read when it is used."""
+        parts = {part: entry.on_disk(part, directory) for part, entry in self.parts.items()}
+        if self.args is None:
+            return parts[self.file]
+        local = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
+        return Stored(local, self.args, True, DTYPES[self.dtype], torch.Size(self.shape))
+
+
+def record(raw: Sequence[Any]) -> Record:
+    """A record that was a line of JSON."""
+    made = Record(*raw)
+    args = None if made.args is None else Args(*made.args)
+    if args is not None and args.block is not None:
+        args = args._replace(block=(args.block[0], args.block[1]))
+    return made._replace(parts={name: Entry(*entry) for name, entry in made.parts.items()}, args=args)
+
+
 class Writer:
     """Sends parameters to shards as they come, under checkpoint names, and keeps account of what was stored how.
 
@@ -33,53 +77,77 @@ class Writer:
         directory: where the shards go.
         form: a format, or "auto".
         shard_size: bytes of tensors in one file.
+        records: what an earlier writer stored in the directory; this one goes on after it.
     """
 
-    def __init__(self, model: Model, directory: Path, form: str, shard_size: int) -> None:
+    def __init__(
+        self, model: Model, directory: Path, form: str, shard_size: int, records: Sequence[Record] = ()
+    ) -> None:
         self.model = model
-        self._shards = ShardWriter(directory, shard_size)
+        self.records = list(records)
+        self._shards = ShardWriter(directory, shard_size, parts(records))
         self._form = form
         # Loaders tie all or nothing, so once one tie is broken every parameter is written under all its names.
         declared: Any = getattr(model.module, "all_tied_weights_keys", model.aliases)
         self.tied = set(declared) == set(model.aliases)
         self._copies = {} if self.tied else dict(model.aliases)
-        self._seen: set[str] = set()
-        self.modules: dict[Args, list[str]] = {}  # names in the checkpoint, by how they are stored
-        self.notes: dict[str, str] = {}
-        self.by_class = True
-        """whether a class says what is compressed: all linears that are not ignored, experts too, and no head"""
+        self._seen = {r.name for r in records}
         self._head: Any = getattr(model.module, "get_output_embeddings", lambda: None)()
         shapes = {name: leaf.shape for name, leaf in model.params.items()}
         tied = {alias: shapes[name] for alias, name in model.aliases.items()}
         self._files = names_in_files(model.module, shapes | tied)
         self._groups = {name: group for group in joint(model.module, shapes) for name in group}
-        self._waiting: dict[str, Leaf] = {}
+        self.waiting: dict[str, Leaf] = {}
+        """parameters that a checkpoint keeps in one tensor with others, which have not come yet"""
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors written so far."""
-        return self._shards.total
+        return sum(entry.end - entry.begin for _, entry in parts(self.records))
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Parameter -> why it is not stored as asked; config.json -> what its readers must know."""
+        asymmetric = any(r.args and r.args.format == "pack-quantized" and not r.args.symmetric for r in self.records)
+        return {r.name: r.note for r in self.records if r.note} | ({"config.json": _PACKED_ZEROS} if asymmetric else {})
+
+    @property
+    def modules(self) -> dict[Args, list[str]]:
+        """Names in the checkpoint of the compressed modules, by how they are stored."""
+        found: dict[Args, list[str]] = {}
+        for r in (r for r in self.records if r.args is not None):
+            found.setdefault(r.args, []).append(r.file.removesuffix(".weight"))  # type: ignore[arg-type]  # not None
+        return found
+
+    @property
+    def by_class(self) -> bool:
+        """Whether a class says what is compressed: all linears that are not ignored, experts too, and no head."""
+        return all(r.by_class for r in self.records)
 
     def add(self, params: Mapping[str, Leaf]) -> None:
         """Writes parameters; those that a checkpoint keeps in one tensor wait until all of them are there."""
         for name, leaf in params.items():
             self._seen.add(name)
-            self._waiting[name] = leaf
+            self.waiting[name] = leaf
             for alias in (a for a, canonical in self._copies.items() if canonical == name):
                 self._write_group({alias: leaf})
             group = self._groups[name]
-            if all(member in self._waiting for member in group):
-                self._write_group({member: self._waiting.pop(member) for member in group})
+            if all(member in self.waiting for member in group):
+                self._write_group({member: self.waiting.pop(member) for member in group})
+
+    def sync(self) -> None:
+        """Waits until all that was written is on disk."""
+        self._shards.sync()
 
     def finish(self) -> list[str]:
         """Writes what no block holds: other parameters, persistent buffers, and what only the source has a place for.
 
         Returns:
-            The names of the files.
+            The names that the shards will have.
         """
         self.add({name: leaf for name, leaf in self.model.params.items() if name not in self._seen})
         for file, tensor in written(self.model.module, persistent_buffers(self.model.module)).items():
-            self._shards.write(file, tensor)  # whatever it holds: a mask's infinities are meant
+            self._store(file, tensor, file)  # whatever it holds: a mask's infinities are meant
         for file, leaf in _unused(self.model).items():
             self._write_leaf(file, leaf, file, loadable=True)
         return self._shards.close()
@@ -106,31 +174,40 @@ class Writer:
         owner = self.model.module.get_submodule(name.rpartition(".")[0])
         for file, leaf in made.items():
             loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (_plain_linear(owner) or pieces)
-            packed = self._write_leaf(file, leaf, name, loadable)
+            stored = self._write_leaf(file, leaf, name, loadable)
             # A class reaches experts that are dense here, and in some engines no head.
-            self.by_class &= owner is not self._head if packed else not pieces
+            by_class = owner is not self._head if stored.args else not pieces
+            self.records[-1] = stored._replace(by_class=by_class)
 
-    def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> bool:
-        """Writes the tensors of a leaf; returns whether they are compressed."""
+    def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
+        """Writes the tensors of a leaf."""
         form = leaf.args.format if isinstance(leaf, Stored) and self._form == "auto" else self._form
         inner = None if form == "dense" else _quantized(leaf)
         if inner is None:
-            self._shards.write(file, _finite(dense(leaf), name))
-            return False
+            return self._store(file, _finite(dense(leaf), name), name)
         form = form if form in FORMATS else default_format(inner)
         reason = _unloadable(inner, form, loadable)
         if reason and (not loadable or self._form == "auto"):
-            self.notes[name] = f"stored dense with its quantized values: {reason}"
-            self._shards.write(file, _finite(dense(leaf), name))
-            return False
-        args, parts = encoded(validate(inner, name), form, name)
+            why = f"stored dense with its quantized values: {reason}"
+            return self._store(file, _finite(dense(leaf), name), name, why)
+        args, tensors = encoded(validate(inner, name), form, name)
         module = file.removesuffix(".weight")
-        self.modules.setdefault(args, []).append(module)
-        if form == "pack-quantized" and not args.symmetric:
-            self.notes["config.json"] = _PACKED_ZEROS
-        for part, tensor in parts.items():
-            self._shards.write(f"{module}.{part}", _finite(tensor, name))
-        return True
+        made = {
+            f"{module}.{part}": self._shards.write(f"{module}.{part}", _finite(t, name)) for part, t in tensors.items()
+        }
+        self.records.append(Record(file, name, made, NAMES[inner.dtype], list(inner.shape), args))
+        return self.records[-1]
+
+    def _store(self, file: str, tensor: Tensor, name: str, note: str = "") -> Record:
+        """Writes a tensor as it is."""
+        entry = self._shards.write(file, tensor)
+        self.records.append(Record(file, name, {file: entry}, entry.dtype, entry.shape, note=note))
+        return self.records[-1]
+
+
+def parts(records: Iterable[Record]) -> Iterator[tuple[str, Entry]]:
+    """The tensors of records, in the order in which they were written."""
+    return ((name, entry) for r in records for name, entry in r.parts.items())
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:

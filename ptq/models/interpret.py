@@ -15,7 +15,7 @@ invisible. The mode lives in the thread that enters it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -104,19 +104,31 @@ class Interpreter(TorchFunctionMode):
     Args:
         handles: parameter name -> its handle, for as long as the interpreter lives.
         read: gives the value for a use; it may also observe the input, or wait.
-        compressed: names that an unknown operation may not read.
+        compressed: names that an unknown operation may not read; asked when it does.
+        made: told what every operation returns.
     """
 
-    def __init__(self, handles: Mapping[str, Tensor], read: Reader, compressed: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        handles: Mapping[str, Tensor],
+        read: Reader,
+        compressed: Container[str] = frozenset(),
+        made: Callable[[Any], None] = lambda _: None,
+    ) -> None:
         super().__init__()
         self.read = read
         self.compressed = compressed
+        self.made = made
         self.known = {id(h): _Handle(name, lambda value: value, False, h) for name, h in handles.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        result = self._run(func, args, kwargs or {})
+        self.made(result)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = [self.known[id(a)] for a in _flat((args, kwargs)) if id(a) in self.known]
         if not found or func in META:
             return func(*args, **kwargs)

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from ptq._tree import tensors
 from ptq.base import Params, State, Stats
 from ptq.errors import BadInput
 from ptq.models.call import Observer, functional, merge_stats, stand_ins
 from ptq.models.interpret import Interpreter, Reader
 from ptq.models.probe import Segment
-from ptq.numerics.leaves import dense
+from ptq.numerics.leaves import dense, nbytes
 from ptq.numerics.stats import KINDS
 from ptq.pipeline.batches import row_mask, rows
 from ptq.pipeline.lines import weight_line
+from ptq.pipeline.offload import Offload
 from ptq.pipeline.plan import Member, Plan, extras, stage_sites
 from ptq.pipeline.preserve import float32, floats, refuse_change
-from ptq.pipeline.spine import Batch
-from ptq.pipeline.weights import Weights, refuse_not_finite, refuse_unmeasured
-
-Arrived = Mapping[int, Any]
-"""micro-batch -> what it brought to a stop"""
+from ptq.pipeline.spine import Arrived, Batch
+from ptq.pipeline.weights import Weights, refuse_not_finite, refuse_result, refuse_unmeasured
 
 
 class BlockRunner:
@@ -37,55 +37,63 @@ class BlockRunner:
         batches: for their masks.
         weights: the parameters; results are stored there.
         seed: for transforms that draw random numbers.
+        done: weights that an earlier process finished in this stage.
+        offload: where statistics go that would not fit.
     """
 
     def __init__(
-        self, plan: Plan, members: Sequence[Member], batches: Sequence[Batch], weights: Weights, seed: int
+        self,
+        plan: Plan,
+        members: Sequence[Member],
+        batches: Sequence[Batch],
+        weights: Weights,
+        seed: int,
+        done: frozenset[str] = frozenset(),
+        offload: Offload | None = None,
     ) -> None:
-        self.plan, self.weights, self.seed = plan, weights, seed
+        self.plan, self.weights, self.seed, self.offload = plan, weights, seed, offload
         self.module: nn.Module = plan.model.module
         self.solves = [m for m in members if m.transform.kind == "solve"]
         self.reparams = [m for m in members if m.transform.kind == "reparam"]
         self.sites = dict(stage_sites(members))
         """site -> kinds of statistic to measure"""
-        self.todo = set(self.sites)
-        owner = {name: s for s in plan.segments for name in s.params}
-        self.home = {site: owner[plan.model.aliases.get(site, site)] for site in (*plan.trace.sites, *self.sites)}
+        self._owner = {name: s for s in plan.segments for name in s.params}
+        self.home = {site: self._owner[plan.model.aliases.get(site, site)] for site in (*plan.trace.sites, *self.sites)}
         """site -> the segment it is solved in"""
-        if self.reparams:
-            self.todo |= {s.name for s in plan.segments if s.module is not None}  # entries that must be met
+        self.done = done
+        self.todo = {site for site in self.sites if self._undone(site)}
+        if self.reparams:  # entries that must be met
+            self.todo |= {s.name for s in plan.segments if s.module is not None and not done.issuperset(s.params)}
+        self._whole = {site for m in self.solves if m.transform.scope == "block" for site in m.sites}
         self._masks = [row_mask(batch) for batch in batches]
         self._rows: dict[str, list[dict[str, Any]]] = {}
-        self._notes: dict[str, list[str]] = {}
+        self._notes: dict[str, str] = {}
 
     def rows(self, segment: Segment) -> list[dict[str, Any]]:
         """The report's lines for a segment's weights."""
         return self._rows.pop(segment.name, [])
 
-    def enter(self, segment: Segment, arrived: Arrived) -> bool:
+    def enter(self, segment: Segment, arrived: Arrived) -> Collection[str]:
         """At a block's entry: reparams; and solves, where they must see the whole block or memory is short.
 
         Those two are measured in a forward of the parked block before all micro-batches go through it: two forwards.
-        Returns whether the block is solved.
+        Returns the sites that are solved.
         """
-        self.weights.begin_block()
-        for member in self.reparams:
+        following = self.plan.segments[self.plan.segments.index(segment) + 1 :][:1]
+        self.weights.begin_block(name for s in following for name in s.params)
+        for member in self.reparams if segment.name in self.todo else ():
             self._reparam(segment, member, arrived)
         self.todo.discard(segment.name)
-        own = set(self._own(segment))
-        whole = any(m.transform.scope == "block" and own & set(m.sites) for m in self.solves)
-        parked = _parked_bytes(segment, arrived, self.weights.params)
-        if not own or not (whole or parked > _budget()):
-            return False
-        if not whole:
-            room = f"parked inputs of {parked / 2**30:.1f} GiB would not fit"
-            self._notes[segment.name] = [f"measured with the rest of the block still dense, since {room}"]
-        kinds = {site: self.sites[site] for site in self._own(segment)}
-        self.solve_segment(segment, self._observed(segment, arrived, kinds))
-        return True
+        sites = self._at_once(segment, arrived)
+        if any(map(self._undone, sites)):
+            kinds = {site: self.sites[site] for site in sites if self.sites[site]}
+            self._solve(segment, sites, self._observed(segment, arrived, kinds) if kinds else {})
+        return sites
 
     def solve_site(self, site: str, arrived: Arrived) -> None:
         """All of a site's inputs are there: measures them and solves the weights that read them."""
+        if not self._undone(site):
+            return
         seen: Stats = {}
         for i, x in arrived.items():
             tokens = rows(x, self._masks[i])
@@ -97,47 +105,69 @@ class BlockRunner:
         for site in [s for s in self.sites if s not in self.plan.trace.sites]:
             self._solve(self.home[site], [site], {})
 
-    def solve_segment(self, segment: Segment, stats: Stats) -> None:
-        """Solves all of a segment's weights at once."""
-        self._solve(segment, self._own(segment), stats)
+    def solve_segment(self, segment: Segment) -> None:
+        """Solves all of a segment's weights at once, without having seen anything."""
+        self._solve(segment, self._own(segment), {})
 
     def finished(self, segment: Segment) -> Segment:
         """The segment, once all its work is done; refused where no token ever reached a weight."""
         missed = [part for part in (*self._own(segment), segment.name) if part in self.todo]
         if missed:
             raise BadInput(f"{missed[0]}: no calibration token reached it; give data that does, or `ignore` it")
+        self.weights.end_block(segment.params)
         return segment
 
     def _own(self, segment: Segment) -> list[str]:
         return [site for site in self.sites if self.home[site] == segment]
 
+    def _undone(self, site: str) -> bool:
+        return any(w not in self.done for m in self.solves for w in m.sites.get(site, ()))
+
+    def _at_once(self, segment: Segment, arrived: Arrived) -> list[str]:
+        """The block's sites that are solved at its entry; nothing but shapes decides."""
+        own = self._own(segment)
+        room = parked_bytes(segment, arrived, self.weights.params)
+        if self.offload is None and room > _budget():
+            why = f"parked inputs of {room / 2**30:.1f} GiB would not fit"
+            self._notes[segment.name] = f"measured with the rest of the block still dense, since {why}"
+            return own
+        return [site for site in own if site in self._whole]
+
     @torch.no_grad()
     def _solve(self, segment: Segment, sites: Sequence[str], stats: Stats) -> None:
-        names = list(dict.fromkeys(w for m in self.solves for s in sites for w in m.sites.get(s, ())))
-        if not names:
+        """All solves of some sites, in written order, each on the result of the one before."""
+        todo = [{s: ws for s in sites if (ws := self._left(m, s))} for m in self.solves]
+        reads = {w: s for mine in todo for s, ws in mine.items() for w in ws}
+        if not reads:
             return
-        refuse_unmeasured(stats)
+        refuse_unmeasured(stats, [site for site in dict.fromkeys(reads.values()) if self.sites[site]])
         refuse_not_finite(stats)
-        whole = any(m.transform.scope == "block" for m in self.solves)
-        before = self.weights.load(segment.params if whole else names)
+        whole = [m for m, mine in zip(self.solves, todo, strict=True) if mine and m.transform.scope == "block"]
+        before = self.weights.load(dict.fromkeys((*(segment.params if whole else ()), *reads)))
         state, after = State(before), stats
-        for member in self.solves:
-            mine = {site: member.sites[site] for site in sites if site in member.sites}
+        for member, mine in zip(self.solves, todo, strict=True):
             # One site at a time unless the transform wants more, so that its key is the site's.
-            for part in [mine] if member.transform.scope == "block" else [{site: mine[site]} for site in mine]:
-                given = extras(member, self.seed, next(iter(part), segment.name))
+            for part in [mine] if member in whole else [{site: mine[site]} for site in mine]:
+                given = extras(member, self.seed, next(iter(part)))
                 state, after = member.transform.apply(state, after, part, **given)
-        self.weights.refuse_written(before, ", ".join(m.transform.name for m in self.solves))
+        who = ", ".join(m.transform.name for m, mine in zip(self.solves, todo, strict=True) if mine)
+        self.weights.refuse_written(before, who)
+        for name, site in reads.items():
+            notes = self._notes_on(name, site)
+            line = weight_line(name, site, before[name], state.params[name], stats, after, notes)
+            refuse_result(name, state.params[name], line["error"], who)
+            self._rows.setdefault(self._owner[name].name, []).append(line)
         self.weights.store({n: leaf for n, leaf in state.params.items() if leaf is not before[n]})
         self.todo -= set(sites)
-        reads = {w: s for m in self.solves for s in sites for w in m.sites.get(s, ())}
-        self._rows.setdefault(segment.name, []).extend(
-            weight_line(n, reads[n], before[n], state.params[n], stats, after, self._notes_on(n, segment))
-            for n in names
-        )
 
-    def _notes_on(self, name: str, segment: Segment) -> list[str]:
-        notes = list(self._notes.get(segment.name, []))
+    def _left(self, member: Member, site: str) -> tuple[str, ...]:
+        """The weights of a site that a member works on and that no earlier process has finished."""
+        return tuple(w for w in member.sites.get(site, ()) if w not in self.done)
+
+    def _notes_on(self, name: str, site: str) -> list[str]:
+        notes = [self._notes[block]] if (block := self.home[site].name) in self._notes else []
+        if site in self._whole and any(m.transform.scope == "site" and site in m.sites for m in self.solves):
+            notes.append("measured with its block still dense, since a method that shares its input asks for that")
         if self.plan.trace.reads.get(name, 1) > 1:
             notes.append(f"read {self.plan.trace.reads[name]} times in a forward, measured at the first")
         if name in self.plan.untied:
@@ -151,6 +181,8 @@ class BlockRunner:
             watch = Observer(self.weights, kinds, lambda x, i=i: rows(x, self._masks[i]))
             self._block(segment, args, kwargs, watch, self.weights.place.dtype)
             stats = merge_stats(stats, watch.stats)
+            if self.offload is not None and sum(map(nbytes, tensors(stats))) > _budget():
+                stats = self.offload.keep(stats)
         return stats
 
     def _block(
@@ -161,7 +193,9 @@ class BlockRunner:
         prefix = f"{segment.module}." if segment.module else ""
         local = {n: self.weights.params[n] for n in segment.params}
         handles = stand_ins(local, dtype, self.weights.place.device)
-        with torch.no_grad(), Interpreter(handles, read):
+        # Clones, since a block may write into its input, which all micro-batches have yet to go through.
+        args, kwargs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (args, kwargs))
+        with torch.no_grad(), Interpreter(handles, read, self.weights):
             return functional(module, {n.removeprefix(prefix): h for n, h in handles.items()}, args, kwargs)
 
     @torch.no_grad()
@@ -175,6 +209,7 @@ class BlockRunner:
         before = self.weights.load(segment.params)
         given = extras(member, self.seed, segment.name, links)
         state, _ = member.transform.apply(State(before), stats, sites, **given)
+        self.weights.refuse_written(before, member.transform.name)
         changed = {n: leaf for n, leaf in state.params.items() if leaf is not before[n]}
         args, kwargs = float32(next(iter(arrived.values())))
         old, new = (
@@ -186,9 +221,9 @@ class BlockRunner:
         self.weights.store(changed)
 
 
-def _parked_bytes(segment: Segment, arrived: Arrived, params: Params) -> int:
+def parked_bytes(segment: Segment, arrived: Arrived, params: Params) -> int:
     """What all micro-batches hold at the widest site: their residual, and the input that is parked there."""
-    hidden = [next(floats(args_kwargs), None) for args_kwargs in arrived.values()]
+    hidden = [next(floats(args_kwargs), None) for args_kwargs in arrived.shapes()]
     values = sum(x.numel() * x.element_size() for x in hidden if x is not None)
     width = next((x.shape[-1] for x in hidden if x is not None), 1)
     widest = max((max(params[n].shape[-2:]) for n in segment.params if len(params[n].shape) >= 2), default=0)

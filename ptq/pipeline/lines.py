@@ -31,6 +31,7 @@ def weight_line(
     return {
         "name": name,
         "site": site,
+        "numel": before.shape.numel(),
         "tokens": max((int(s.count.sum()) for s in kinds.values()), default=0),
         "error": relative_error(before, after, kinds),
         "damping": _largest(outcome.damping) if outcome else None,

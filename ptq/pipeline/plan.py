@@ -152,6 +152,11 @@ def stage_sites(members: Sequence[Member]) -> Iterator[tuple[str, tuple[str, ...
     yield from ((site, tuple(wanted)) for site, wanted in kinds.items())
 
 
+def needs_data(member: Member) -> bool:
+    """Whether a member needs a forward: to measure something, or to check that it kept the function."""
+    return member.transform.kind == "reparam" or any(member.kinds.values())
+
+
 def describe(stages: Sequence[Stage]) -> list[list[str]]:
     """The recipe as names, for reports."""
     return [[" on ".join((t.name, *(_shown(c) for c in t.select))) for t in stage] for stage in stages]

@@ -5,45 +5,28 @@ from __future__ import annotations
 import platform
 import resource
 import sys
-from collections.abc import Container
+from collections.abc import Iterable, Mapping
 from functools import singledispatch
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
-from ptq.base import Params
 from ptq.numerics.grids import Int
-from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, nbytes
+from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed
 from ptq.numerics.patterns import NM
 
 
-class Size(NamedTuple):
-    """Bytes of a model, and bytes and number of the weights that were compressed."""
+def totals(blocks: Iterable[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    """The report's last lines; bits per weight are those of the compressed weights, scales and zero points included.
 
-    total: int = 0
-    compressed: int = 0
-    weights: int = 0
-
-    def plus(self, other: Size) -> Size:
-        return Size(self.total + other.total, self.compressed + other.compressed, self.weights + other.weights)
-
-
-def size(params: Params, worked_on: Container[str]) -> Size:
-    """The size of some leaves, of which `worked_on` were compressed.
-
-    >>> import torch
-    >>> size({"a": torch.ones(2), "b": torch.ones(3)}, {"b"})
-    Size(total=20, compressed=12, weights=3)
+    >>> rows = [{"name": "a", "bytes": 5, "numel": 8}, {"name": "a", "bytes": 5, "numel": 8}]
+    >>> totals([{"bytes": 9, "weights": rows}], 1.5)
+    {'bits_per_weight': 5.0, 'bytes': 9, 'seconds': 1.5}
     """
-    sized = {name: nbytes(leaf) for name, leaf in params.items()}
-    mine = [name for name in params if name in worked_on]
-    weights = sum(params[name].shape.numel() for name in mine)
-    return Size(sum(sized.values()), sum(sized[name] for name in mine), weights)
-
-
-def totals(sized: Size, seconds: float) -> dict[str, Any]:
-    """The report's last lines; bits per weight are those of the compressed weights, scales and zero points included."""
-    bits = 8 * sized.compressed / sized.weights if sized.weights else None
-    return {"bits_per_weight": bits, "bytes": sized.total, "seconds": seconds}
+    blocks = list(blocks)
+    rows = {row["name"]: (row["bytes"], row["numel"]) for block in blocks for row in block["weights"]}
+    size, count = (sum(values) for values in zip(*rows.values(), strict=True)) if rows else (0, 0)
+    bits = 8 * size / count if count else None
+    return {"bits_per_weight": bits, "bytes": sum(block["bytes"] for block in blocks), "seconds": seconds}
 
 
 def peak_bytes() -> int:

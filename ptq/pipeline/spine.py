@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ptq.models.call import functional, named
 from ptq.models.interpret import Interpreter, Use
+from ptq.pipeline.offload import Live, Offload, Parked
 
 _STACK = 1 << 24  # model code recurses little, but its kernels may want more than the smallest stacks
 
@@ -41,6 +43,42 @@ class Stop(NamedTuple):
     """the site, or the path of the block's module"""
 
 
+class Arrived(Mapping[int, Any]):
+    """Micro-batch -> what it brought to a stop: an input `[..., in]`, or (args, kwargs) at an entry.
+
+    Looking one up brings its bytes back from where they were put, and sends those of the one before away again.
+    """
+
+    def __init__(self) -> None:
+        self._brought: dict[int, Any] = {}
+        self._parked: dict[int, Parked] = {}
+        self._shown: Parked | None = None
+
+    def add(self, i: int, brought: Any, parked: Parked | None) -> None:
+        self._brought[i] = brought
+        if parked is not None:
+            self._parked[i] = parked
+
+    def shapes(self) -> Iterable[Any]:
+        """The same without their bytes, if these are away."""
+        return self._brought.values()
+
+    def __getitem__(self, i: int) -> Any:
+        parked = self._parked.get(i)
+        if self._shown is not None and self._shown is not parked:
+            self._shown.empty()
+        if parked is not None:
+            parked.fill()
+        self._shown = parked
+        return self._brought[i]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._brought)
+
+    def __len__(self) -> int:
+        return len(self._brought)
+
+
 class Abort(BaseException):
     """Ends a parked thread; a `BaseException`, so that model code cannot swallow it."""
 
@@ -57,6 +95,7 @@ class Spine:
         sites: weight -> stop at which it is solved; weights without one are served at once.
         entries: path of a block's module -> stop at its entry.
         lossy: names that an unknown operation may not read.
+        offload: where micro-batches put what they hold while they wait; None: it stays where it is.
     """
 
     def __init__(
@@ -68,15 +107,16 @@ class Spine:
         read: Callable[[Use], Tensor],
         sites: Mapping[str, Stop],
         entries: Mapping[str, Stop],
-        lossy: frozenset[str] = frozenset(),
+        lossy: Container[str] = frozenset(),
+        offload: Offload | None = None,
     ) -> None:
-        self.waiting: dict[Stop, dict[int, Any]] = {}
-        """stop -> micro-batch -> what it brought: an input `[..., in]`, or (args, kwargs) at an entry"""
+        self.waiting: dict[Stop, Arrived] = {}
         self.rows: dict[str, int] = {}
         """weight -> rows that met it, over all micro-batches"""
         self._module, self._batches, self._read = module, batches, read
         self._handles, self._names = handles, named(handles, aliases)
         self._sites, self._entries, self._lossy = sites, entries, lossy
+        self._offload = offload
         self._passed: set[Stop] = set()
         self._go = [threading.Semaphore(0) for _ in batches]
         self._back = threading.Semaphore(0)
@@ -140,14 +180,17 @@ class Spine:
             self._error.add_note(f"in micro-batch {i}")
             raise self._error
 
-    def _park(self, i: int, stop: Stop, brought: Any) -> None:
+    def _park(self, i: int, stop: Stop, brought: Any, live: Live | None) -> None:
         if stop in self._passed:
             return
-        self.waiting.setdefault(stop, {})[i] = brought
+        parked = Parked(live.storages(), self._offload) if live and self._offload else None
+        self.waiting.setdefault(stop, Arrived()).add(i, brought, parked)
         self._back.release()
         self._go[i].acquire()
         if self._stopping:
             raise Abort
+        if parked:
+            parked.fill()
 
     def _work(self, i: int) -> None:
         self._go[i].acquire()
@@ -163,19 +206,19 @@ class Spine:
 
     def _forward(self, i: int) -> None:
         """One micro-batch's forward. A thread inherits no grad mode and no function mode, so both are entered here."""
-        module = copy.deepcopy(self._module)
+        module, batch = copy.deepcopy(self._module), self._batches[i]
+        live = Live(t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)) if self._offload else None
         for path, stop in self._entries.items():
             module.get_submodule(path).register_forward_pre_hook(
-                lambda _, args, kwargs, stop=stop: self._park(i, stop, (args, kwargs)), with_kwargs=True
+                lambda _, args, kwargs, stop=stop: self._park(i, stop, (args, kwargs), live), with_kwargs=True
             )
 
         def read(use: Use) -> Tensor:
             if use.x is not None:
                 self.rows[use.name] = self.rows.get(use.name, 0) + use.x.numel() // use.x.shape[-1]
                 if use.name in self._sites:
-                    self._park(i, self._sites[use.name], use.x)
-            return self._read(use)
+                    self._park(i, self._sites[use.name], use.x, live)
+            return live.lend(self._read(use)) if live else self._read(use)
 
-        batch = self._batches[i]
-        with torch.no_grad(), Interpreter(self._handles, read, self._lossy):
+        with torch.no_grad(), Interpreter(self._handles, read, self._lossy, *([live.note] if live else [])):
             functional(module, self._names, batch.args, batch.kwargs)

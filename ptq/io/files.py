@@ -1,0 +1,55 @@
+"""Files that are whole or not there, and JSON in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ptq.errors import BadInput
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or a directory's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Says which file: the system does not know it any more when a write fails."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        BadInput: the file is not there, not JSON or not an object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"{file}: no such file") from None
+    except (ValueError, RecursionError):
+        raise BadInput(f"{file}: not a JSON file; download or copy it again") from None
+    if not isinstance(value, dict):
+        raise BadInput(f"{file}: holds {type(value).__name__}, expected an object")
+    return value
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Writes a file that appears whole or not at all."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    sync(partial)
+    partial.replace(file)

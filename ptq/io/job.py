@@ -1,0 +1,242 @@
+"""A job on disk: what is finished of it, where, and how it goes on after whatever ended it.
+
+    OUT.partial/
+        job.jsonl                   first the job's identity, then a line for each finished block (`ptq.io.journal`)
+        stage-0-17.safetensors      leaves of block 17 after the first of several stages, exactly (`ptq.io.scratch`)
+        shard-0.partial             the checkpoint; tensors that no line speaks of are cut off when the job goes on
+
+The directory is locked by its process. When all is written it holds `ptq.json`, what made it, in the place of the
+journal, and is renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ptq.base import Params
+from ptq.errors import BadInput
+from ptq.io.files import sync
+from ptq.io.journal import Journal
+from ptq.io.output import locked, partial, swap
+from ptq.io.scratch import keep, kept
+from ptq.io.shards import rename_shards
+from ptq.io.writer import Writer, parts, record
+from ptq.models.model import Model
+from ptq.models.naming import read
+from ptq.numerics.lazy import Lazy
+from ptq.numerics.leaves import nbytes
+
+JOURNAL = "job.jsonl"
+Identity = Mapping[str, Any]
+"""what must be the same for a job to go on, as JSON"""
+Report = dict[str, Any]
+
+
+class Past(NamedTuple):
+    """What of a stage is done already."""
+
+    reports: Sequence[Report] = ()
+    """of its finished blocks, which are the first of the plan"""
+    params: Params = {}
+    """their leaves, read when they are used; what a stage left alone is not among them"""
+
+
+class Job:
+    """The state of a job, in a directory of its own that is locked.
+
+    Args:
+        target: the directory that it will be.
+        start: the model that the job began from, ties settled.
+        stages: how many stages there are; the last one's blocks go into the checkpoint.
+        identity: what was asked for; None for a job that cannot go on.
+        writer: makes the checkpoint's writer, given the directory and the records of what is there.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        start: Model,
+        stages: int,
+        identity: Identity | None,
+        writer: Callable[[Path, Sequence[Any]], Writer],
+    ) -> None:
+        self.target, self.directory = target, partial(target)
+        self._start, self._last = start, max(stages, 1) - 1
+        self._journal = Journal(self.directory / JOURNAL)
+        self._begin(identity)
+        lines = self._journal.lines[1:]
+        self.blocks = sum(len(line.get("reports", ())) for line in lines)
+        """how many are safe, over all stages"""
+        records = [record(raw) for line in lines for raw in line.get("records", ())]
+        self.names: list[str] | None = next((line["names"] for line in lines if "names" in line), None)
+        """the shards' final names, once all tensors are on disk"""
+        self._unsaid: list[Report] = []
+        self.writer = writer(self.directory, records)
+        self._said = len(records)
+
+    def past(self, stage: int) -> Past:
+        """What of a stage is done."""
+        lines = [line for line in self._journal.lines[1:] if line.get("stage") == stage]
+        reports = [report for line in lines for report in line["reports"]]
+        if self.names is not None:  # nothing will be read again
+            return Past(reports)
+        if stage == self._last:
+            return Past(reports, self._stored() if reports else {})
+        return Past(reports, {n: leaf for line in lines for n, leaf in kept(self.directory / line["file"]).items()})
+
+    def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]:
+        """Takes a finished block. It is safe when this returns, or with the next one where they share a tensor.
+
+        Returns:
+            The leaves to go on with, and the report with sizes and what the writer has to say.
+        """
+        return self._put_last(params, report) if stage == self._last else self._put_aside(stage, params, report)
+
+    def finish(self, complete: Callable[[Path, Writer], None]) -> None:
+        """Completes the directory and gives it its name.
+
+        Args:
+            complete: writes all files but the shards, and may be called again after an interruption.
+        """
+        if self.names is None:
+            self.names = self.writer.finish()
+            self._journal.append({"names": self.names, "records": self.writer.records[self._said :]})
+        rename_shards(self.directory, self.names, parts(self.writer.records))
+        for scratch in self.directory.glob("stage-*"):
+            scratch.unlink()
+        complete(self.directory, self.writer)
+        sync(self.directory)
+        self._journal.path.unlink()
+        swap(self.target)
+
+    def _begin(self, identity: Identity | None) -> None:
+        """Says what the job is, or refuses to go on with another one."""
+        if self._journal.lines:
+            refuse_changed(self._journal.lines[0].get("identity"), identity, self.directory)
+        else:
+            self._journal.append({"identity": identity})
+
+    def _stored(self) -> Params:
+        """What is in the shards, by the names in memory."""
+        leaves = {r.file: r.leaf(self.directory) for r in self.writer.records}
+        found = read(self._start.module, leaves).leaves
+        return {name: leaf for name, leaf in found.items() if name in self._start.params}
+
+    def _put_last(self, params: Params, report: Report) -> tuple[Params, Report]:
+        before = len(self.writer.records)
+        self.writer.add(params)
+        sizes = {name: nbytes(leaf) for name, leaf in params.items() if name in self.writer.waiting}
+        for r in self.writer.records[before:]:
+            sizes[r.name] = sizes.get(r.name, 0) + r.nbytes
+        report = completed(report, {**dict.fromkeys(params, 0), **sizes}, self.writer.notes)
+        self._unsaid.append(report)
+        if not self.writer.waiting:
+            self.writer.sync()
+            self._say({"stage": self._last, "reports": self._unsaid, "records": self.writer.records[self._said :]})
+            self._unsaid, self._said = [], len(self.writer.records)
+        return params, report
+
+    def _put_aside(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]:
+        changed = {n: p for n, p in params.items() if not isinstance(p, Lazy) and p is not self._start.params.get(n)}
+        done = sum(len(line["reports"]) for line in self._journal.lines[1:] if line.get("stage") == stage)
+        file = self.directory / f"stage-{stage}-{done}.safetensors"
+        keep(changed, file)
+        report = completed(report, {name: nbytes(leaf) for name, leaf in params.items()}, {})
+        self._say({"stage": stage, "reports": [report], "file": file.name})
+        return {**params, **kept(file)}, report
+
+    def _say(self, line: dict[str, Any]) -> None:
+        self._journal.append(line)
+        self.blocks += len(line["reports"])
+
+
+@contextmanager
+def opened(
+    target: Path,
+    start: Model,
+    stages: int,
+    identity: Identity | None,
+    writer: Callable[[Path, Sequence[Any]], Writer],
+) -> Generator[Job]:
+    """A new job, or the one that an interrupted run left: it is kept where a block is finished, else removed.
+
+    Raises:
+        BadInput: the job that was left is another one.
+    """
+    directory = partial(target)
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = locked(directory)
+    try:
+        with _emptied(made):
+            _refuse_foreign(directory)
+            job = Job(target, start, stages, identity, writer)
+        try:
+            yield job
+        except BaseException as error:
+            job.writer.abort()
+            if identity is not None and job.blocks:
+                blocks = f"{job.blocks} finished block{'s' if job.blocks > 1 else ''}"
+                error.add_note(f"{blocks} kept in {directory}; the same command with --resume goes on from there")
+            else:
+                _remove([directory, *made])
+            raise
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _emptied(made: Sequence[Path]) -> Generator[None]:
+    """Leaves nothing of what was just made where a job cannot even begin."""
+    try:
+        yield
+    except BaseException:
+        _remove(made)
+        raise
+
+
+def _remove(directories: Sequence[Path]) -> None:
+    """Removes a directory with all that is in it, and then the empty ones that it lies in."""
+    for i, directory in enumerate(directories):
+        if i == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        elif directory.exists():
+            directory.rmdir()
+
+
+def _refuse_foreign(directory: Path) -> None:
+    if any(directory.iterdir()) and not (directory / JOURNAL).exists():
+        raise BadInput(f"{directory}: is not what an interrupted run leaves; remove it")
+
+
+def refuse_changed(old: Any, new: Identity | None, where: Path) -> None:
+    """Refuses to go on with, or to take for finished, what was made in another way; names what differs."""
+    asked = json.loads(json.dumps(new))
+    if not isinstance(old, dict) or asked is None:
+        raise BadInput(f"{where}: was not made by a run that can be resumed; remove it")
+    for key in dict.fromkeys((*old, *asked)):
+        if old.get(key) != asked.get(key):
+            was, now = (_shown(table.get(key)) for table in (old, asked))
+            raise BadInput(f"{where}: was begun with another {key}: {was}, now {now}; pass the same, or remove it")
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def completed(report: Report, sizes: Mapping[str, int], notes: Mapping[str, str]) -> Report:
+    """A block's report with the bytes of its weights, and with what the writer says of them in each one's last line."""
+    last = {w["name"]: i for i, w in enumerate(report["weights"])}
+    said = {i: notes[name] for name, i in last.items() if name in notes}
+    rows = [
+        {**w, "bytes": sizes[w["name"]], "note": "; ".join(filter(None, (w["note"], said.get(i))))}
+        for i, w in enumerate(report["weights"])
+    ]
+    return {**report, "bytes": sum(sizes.values()), "weights": rows}

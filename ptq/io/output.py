@@ -1,0 +1,120 @@
+"""The directory that is written: where it may be, who writes it, and how it gets its final name.
+
+What is written lies in `<path>.partial` until it is whole, and is then renamed: a directory under its final name is
+always a checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from ptq.errors import BadInput
+from ptq.io.files import sync
+
+RECORD = "ptq.json"
+"""in a finished directory: what made it"""
+
+
+def check_output(
+    path: str | Path, overwrite: bool = False, source: str | Path | None = None, resume: bool = False
+) -> Path:
+    """The directory to write to, absolute.
+
+    Args:
+        path: the directory.
+        overwrite: whether a model that is there may be replaced.
+        source: what the model is read from, which is never replaced.
+        resume: whether an interrupted run, or a finished one, may be there.
+
+    Raises:
+        BadInput: no directory can be made there; it is not empty and may not be overwritten, is no model, or holds the
+            source; an earlier run left its partial result, or another one is at work.
+    """
+    target = Path(path).expanduser().absolute()
+    left = _left(target)
+    broken = next((path for path in (target, *target.parents) if path.is_symlink() and not path.exists()), None)
+    if broken is not None:
+        raise BadInput(f"{broken}: is a link to nothing; name a directory")
+    if target.exists() and not target.is_dir():
+        raise BadInput(f"{target}: is a file; name a directory")
+    finished = resume and not left and (target / RECORD).is_file()
+    if target.is_dir() and any(target.iterdir()) and not finished:
+        _check_replaceable(target, overwrite, None if source is None else Path(source).expanduser())
+    if left and not resume:
+        os.close(locked(partial(target)))  # another run at work is refused by that name
+        raise BadInput(f"{partial(target)}: left by a run that was interrupted; resume it, or remove it")
+    return target
+
+
+def partial(target: Path) -> Path:
+    """Where a directory is until it is whole."""
+    return target.with_name(f"{target.name}.partial")
+
+
+def locked(directory: Path) -> int:
+    """A handle to a directory that holds it for this process, until it is closed or the process ends.
+
+    Raises:
+        BadInput: another process holds it, or it is no directory.
+    """
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except NotADirectoryError:
+        raise BadInput(f"{directory}: is in the way; remove it") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise BadInput(f"{directory}: another run is writing it; wait for it, or name another directory") from None
+    return handle
+
+
+def swap(target: Path) -> None:
+    """Gives a whole directory its final name. An old one makes room, and is gone when the new one is there."""
+    old = _old(target)
+    if target.exists():
+        tidy(target)
+        target.rename(old)
+    try:
+        partial(target).rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    sync(target.parent)
+    tidy(target)
+
+
+def tidy(target: Path) -> None:
+    """Removes what made room for a directory."""
+    if _old(target).exists():
+        shutil.rmtree(_old(target))
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f"{target.name}.old.partial")
+
+
+def _left(target: Path) -> bool:
+    """Whether an earlier run left its partial result."""
+    try:
+        partial(target).lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:  # under a file, a loop of links, a name too long
+        raise BadInput(f"{target}: cannot be made: {error.strerror}; name another directory") from None
+    return True
+
+
+def _check_replaceable(target: Path, overwrite: bool, source: Path | None) -> None:
+    if not overwrite:
+        raise BadInput(f"{target}: exists and is not empty; choose another directory or overwrite it")
+    # Files too, since those of a model may be links to where the bytes are.
+    files = [] if source is None or not source.exists() else [source, *filter(Path.is_file, source.glob("*"))]
+    if any(file.resolve().is_relative_to(target.resolve()) for file in files):
+        raise BadInput(f"{target}: the model is read from it ({source}); choose another directory")
+    if not (target / "config.json").is_file():
+        raise BadInput(f"{target}: holds no config.json, so it is no model to overwrite; choose another directory")

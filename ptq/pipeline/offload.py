@@ -1,0 +1,124 @@
+"""A place for what waits: parked activations, and statistics where they need more room than there is.
+
+A micro-batch that is parked holds its residual, the input that it brought, and whatever else its frames keep. None of
+it is read until its turn comes, so the bytes go elsewhere and the storages are emptied; every view of them stays as it
+is, and the bytes come back before the forward goes on.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from ptq._tree import tree_map
+from ptq.errors import BadInput
+
+_LEAST = 1 << 16  # bytes; what is smaller is not worth a copy
+
+
+class Offload:
+    """Memory on another device, or in unnamed files of a directory, which go with the process however it ends.
+
+    Args:
+        place: a device such as "cpu", or a directory that is there.
+
+    Raises:
+        BadInput: it is neither.
+    """
+
+    def __init__(self, place: str | Path) -> None:
+        self.place = place
+        self._directory = Path(place).expanduser() if Path(place).expanduser().is_dir() else None
+        if self._directory is None:
+            self._device = _device(place)
+
+    def storage(self, nbytes: int) -> UntypedStorage:
+        """Room for some bytes."""
+        if self._directory is None:
+            return UntypedStorage(nbytes, device=self._device)
+        with tempfile.NamedTemporaryFile(dir=self._directory, prefix="ptq-") as file:
+            file.truncate(nbytes)
+            mapped: Any = UntypedStorage.from_file(file.name, shared=True, nbytes=nbytes)
+            return mapped  # it outlives the name
+
+    def keep(self, tree: Any) -> Any:
+        """The same tensors in that place."""
+        return tree_map(self._kept, tree)
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        storage = self.storage(tensor.numel() * tensor.element_size())
+        made: Any = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        return made.set_(storage, 0, tensor.shape).copy_(tensor)
+
+
+class Parked:
+    """The storages of one micro-batch, emptied while it waits."""
+
+    def __init__(self, storages: Iterable[UntypedStorage], offload: Offload) -> None:
+        self._away: list[tuple[UntypedStorage, UntypedStorage]] = []
+        for storage in storages:
+            kept = offload.storage(storage.nbytes())
+            kept.copy_(storage)
+            self._away.append((storage, kept))
+        self.empty()
+
+    def fill(self) -> None:
+        """Brings the bytes back."""
+        for storage, kept in self._away:
+            if not storage.nbytes():
+                storage.resize_(kept.nbytes())
+                storage.copy_(kept)
+
+    def empty(self) -> None:
+        """Frees the memory again; nothing has been written since the bytes were copied."""
+        for storage, _ in self._away:
+            storage.resize_(0)
+
+
+class Live:
+    """The tensors that a forward has made and still holds.
+
+    Args:
+        foreign: tensors of others: a caller's batch. Views of them are left alone.
+    """
+
+    def __init__(self, foreign: Iterable[Tensor]) -> None:
+        self._foreign = {t.untyped_storage().data_ptr() for t in foreign}
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def note(self, result: Any) -> None:
+        """Notes what an operation returned."""
+        self._made += [weakref.ref(t) for t in _tensors(result)]
+
+    def lend(self, value: Tensor) -> Tensor:
+        """Notes a weight that an operation is given, which others read too."""
+        self._foreign.add(value.untyped_storage().data_ptr())
+        return value
+
+    def storages(self) -> list[UntypedStorage]:
+        """What holds their values, each once."""
+        alive = [(r, t) for r in self._made if (t := r()) is not None]
+        self._made = [r for r, _ in alive]
+        found = {s.data_ptr(): s for _, t in alive if (s := t.untyped_storage()).nbytes() >= _LEAST}
+        return [s for pointer, s in found.items() if pointer not in self._foreign]
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for item in result:
+            yield from _tensors(item)
+
+
+def _device(place: str | Path) -> torch.device:
+    try:
+        return torch.empty(0, device=str(place)).device
+    except (RuntimeError, AssertionError):
+        raise BadInput(f"offload {str(place)!r}: expected a directory that is there, or a device such as cpu") from None

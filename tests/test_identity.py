@@ -1,0 +1,60 @@
+"""What makes two jobs the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ptq
+from ptq.base import leafwise, targets
+from ptq.numerics.patterns import NM, Unstructured
+from ptq.numerics.schemes import scheme
+from ptq.numerics.stats import Gram
+from ptq.pipeline.identity import digest
+from ptq.transforms.gptq import gptq
+from ptq.transforms.sparsegpt import sparsegpt
+
+W4 = scheme("W4A16", group_size=16)
+
+
+def clipped(limit: float) -> Callable[[Tensor], Tensor]:
+    return lambda w: w.clamp(-limit, limit)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "gptq": lambda: gptq(W4),
+    "gptq, other damping": lambda: gptq(W4, damp=0.02),
+    "gptq, other groups": lambda: gptq(scheme("W4A16", group_size=32)),
+    "gptq somewhere": lambda: targets("re:.*q_proj", gptq(W4)),
+    "sparsegpt": lambda: sparsegpt(NM(keep=2, of=4)),
+    "sparsegpt, other pattern": lambda: sparsegpt(Unstructured(0.5)),
+    "one's own": lambda: leafwise((), clipped(1.0)),
+    "one's own, another number": lambda: leafwise((), clipped(2.0)),
+    "one's own, other code": lambda: leafwise((), lambda w: w.clamp(-1.0, 1.5)),
+    "a node": lambda: Gram.measure(torch.arange(6.0).view(2, 3)),
+    "a node with other numbers": lambda: Gram.measure(torch.arange(6.0).view(2, 3) + 1),
+    "a long tensor": lambda: torch.zeros(5000),
+    "a long tensor, changed in the middle": lambda: torch.zeros(5000).index_fill(0, torch.tensor(2500), 1),
+    "the same bytes as another type": lambda: torch.zeros(5000, dtype=torch.int32),
+    "a public function": lambda: ptq.dense,
+}
+
+
+@pytest.mark.parametrize("what", MAKERS)
+def test_equal_when_made_again_and_only_then(what: str) -> None:
+    made = digest(MAKERS[what]())
+    assert made == digest(MAKERS[what]())
+    assert all(made != digest(other()) for name, other in MAKERS.items() if name != what)
+
+
+def test_what_leads_back_to_itself() -> None:
+    loop: list[Any] = []
+
+    def itself() -> Any:
+        return loop, itself
+
+    assert digest(itself) == digest(itself)

@@ -1,0 +1,148 @@
+"""Waiting activations elsewhere: the same results, and nothing of them in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ptq.base import chain
+from ptq.errors import BadInput
+from ptq.io.hub import open_model
+from ptq.models.skeleton import from_module
+from ptq.numerics.leaves import dense
+from ptq.numerics.patterns import NM
+from ptq.numerics.schemes import scheme
+from ptq.numerics.stats import Gram
+from ptq.pipeline import blocks, offload
+from ptq.pipeline.offload import Live, Offload, Parked
+from ptq.pipeline.run import compress
+from ptq.pipeline.spine import Spine
+from ptq.transforms.fold import fold_norms
+from ptq.transforms.gptq import gptq
+from ptq.transforms.wanda import wanda
+
+W4 = scheme("W4A16", group_size=16)
+
+
+@pytest.fixture(autouse=True)
+def small_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_LEAST", 1)
+
+
+@pytest.fixture(params=["cpu", "disk"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "cpu" if request.param == "cpu" else str(tmp_path)
+
+
+def test_storages_come_back_as_they_were(place: str) -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    view = whole[1:, ::2]
+    before = view.clone()
+    parked = Parked([whole.untyped_storage()], Offload(place))
+    assert whole.untyped_storage().nbytes() == 0
+    assert (whole.shape, view.stride()) == ((3, 4), (4, 2))
+    parked.fill()
+    assert torch.equal(view, before)
+    parked.empty()
+    assert whole.untyped_storage().nbytes() == 0
+    parked.fill()
+    assert torch.equal(view, before)
+
+
+def test_files_have_no_names(tmp_path: Path) -> None:
+    """So they go with the process, however it ends."""
+    kept = Offload(tmp_path).keep({"gram": Gram.measure(torch.eye(3))})
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(kept["gram"].sum, torch.eye(3))
+    assert int(kept["gram"].count) == 3
+
+
+def test_no_such_place() -> None:
+    with pytest.raises(BadInput, match="offload 'abacus': expected a directory that is there, or a device"):
+        Offload("abacus")
+
+
+def test_only_what_a_forward_made_is_taken() -> None:
+    given, weight = torch.ones(4), torch.ones(4)
+    live = Live([given])
+    live.lend(weight)
+    kept, views = given * 2, (given[1:], weight[1:])
+    live.note([kept, *views, given * 3])  # the last one is dropped at once
+    assert [s.data_ptr() for s in live.storages()] == [kept.untyped_storage().data_ptr()]
+
+
+STAGES = {"gptq": gptq(W4), "wanda": wanda(NM(keep=2, of=4)), "fold": chain(fold_norms(), gptq(W4))}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_same_results(stage: str, tiny: Path, place: str) -> None:
+    ids = torch.randint(300, (6, 24))
+    here, away = (
+        compress(open_model(tiny), [ids], STAGES[stage], batch_size=2, offload=where).model.params
+        for where in (None, place)
+    )
+    for name, leaf in here.items():
+        assert torch.equal(dense(leaf), dense(away[name])), name
+
+
+def test_parked_batches_hold_nothing(tiny_llama: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a weight is solved, at most one micro-batch's input is in memory."""
+    held: list[int] = []
+    step = Spine.__iter__
+
+    def watched(self: Spine) -> Any:
+        for stop in step(self):
+            held.append(sum(x.untyped_storage().nbytes() for x in _tensors(list(self.waiting[stop].shapes()))))
+            yield stop
+
+    monkeypatch.setattr(Spine, "__iter__", watched)
+    ids = torch.randint(300, (6, 24))
+    _ = compress(open_model(tiny_llama), [ids], gptq(W4), batch_size=2, offload=place).model
+    away, held[:] = list(held), []
+    _ = compress(open_model(tiny_llama), [ids], gptq(W4), batch_size=2).model
+    assert len(away) == len(held)
+    assert sum(away) < 0.1 * sum(held)  # ids and masks stay
+
+
+def test_the_callers_batch_is_left_alone(place: str) -> None:
+    batch = torch.randn(64, 8)
+    before = batch.clone()
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.view(-1, 8)  # of the caller's memory
+            return self.two(self.one(flat)) + flat
+
+    _ = compress(from_module(Keeps()), [batch], gptq(scheme("W4A16", group_size=-1)), offload=place).model
+    assert torch.equal(batch, before)
+
+
+def test_statistics_that_would_not_fit(tiny_llama: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a whole block, and only where there is a place for them."""
+    kept: list[object] = []
+    keep = Offload.keep
+
+    def counted(self: Offload, tree: Any) -> Any:
+        kept.append(tree)
+        return keep(self, tree)
+
+    monkeypatch.setattr(Offload, "keep", counted)
+    ids, stage = torch.randint(300, (6, 24)), wanda(NM(keep=2, of=4))
+    plain = compress(open_model(tiny_llama), [ids], stage, batch_size=2, offload=place).model.params
+    assert not kept
+    monkeypatch.setattr(blocks, "_budget", lambda: 100)
+    short = compress(open_model(tiny_llama), [ids], stage, batch_size=2, offload=place).model.params
+    assert kept
+    assert all(torch.equal(dense(plain[name]), dense(short[name])) for name in plain)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
