@@ -15,6 +15,7 @@ from ptq.errors import BadInput
 from ptq.models.model import Model
 from ptq.models.naming import names_in_files
 from ptq.models.probe import Segment, Trace, links, probe
+from ptq.models.towers import towers
 from ptq.numerics.leaves import Leaf, Transposed, compressed
 from ptq.pipeline.spine import Batch
 from ptq.targeting import Labels, label, select
@@ -66,7 +67,8 @@ def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
 def label_table(model: Model, trace: Trace) -> dict[str, Labels]:
     """What patterns are compared with, for every matrix the model reads, in parameter order."""
     classes = {path: type(m).__name__ for path, m in model.module.named_modules()}
-    inside = {name for s in trace.segments if s.module is not None for name in s.params}
+    beside = towers(model.module)
+    inside = {n for s in trace.segments if s.module is not None and s.module not in beside for n in s.params}
     linear = {w for ws in trace.sites.values() for w in ws if w.rpartition(".")[0] not in trace.choosing}
     stored = names_in_files(model.module, {n: leaf.shape for n, leaf in model.params.items()})
     return {
