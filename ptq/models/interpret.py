@@ -59,6 +59,10 @@ class Reader(Protocol):
         ...
 
 
+After = Callable[[Any, Any, Any], None]
+"""given a function, all its arguments and what it returned"""
+
+
 class _Handle(NamedTuple):
     name: str
     replay: Callable[[Tensor], Tensor]
@@ -105,11 +109,18 @@ class Interpreter(TorchFunctionMode):
         handles: parameter name -> its handle, for as long as the interpreter lives.
         read: gives the value for a use; it may also observe the input, or wait.
         compressed: names that an unknown operation may not read.
+        after: is shown every operation that ran.
     """
 
-    def __init__(self, handles: Mapping[str, Tensor], read: Reader, compressed: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        handles: Mapping[str, Tensor],
+        read: Reader,
+        compressed: frozenset[str] = frozenset(),
+        after: After | None = None,
+    ) -> None:
         super().__init__()
-        self.read = read
+        self.read, self.after = read, after
         self.compressed = compressed
         self.known = {id(h): _Handle(name, lambda value: value, False, h) for name, h in handles.items()}
 
@@ -117,8 +128,16 @@ class Interpreter(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = [self.known[id(a)] for a in _flat((args, kwargs)) if id(a) in self.known]
-        if not found or func in META:
+        if func in META:
+            return func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
+        if self.after is not None:
+            self.after(func, (args, kwargs), out)
+        return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = [self.known[id(a)] for a in flat((args, kwargs)) if id(a) in self.known]
+        if not found:
             return func(*args, **kwargs)
         if func in VIEWS and id(args[0]) in self.known and len(found) == 1:
             return self._derived(found[0], func, args[1:], kwargs)
@@ -132,7 +151,7 @@ class Interpreter(TorchFunctionMode):
 
     def _refuse(self, func: Any, arguments: Any) -> None:
         """What is left in the arguments is read in a way that is not understood."""
-        for h in (self.known[id(a)] for a in _flat(arguments) if id(a) in self.known):
+        for h in (self.known[id(a)] for a in flat(arguments) if id(a) in self.known):
             if _writes(func):
                 raise Refused(f"{h.name}: {_called(func)} writes into this weight; a forward may only read its weights")
             if h.name in self.compressed:
@@ -193,16 +212,16 @@ def _positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return args, rest
 
 
-def _flat(tree: Any) -> Iterator[Any]:
+def flat(tree: Any) -> Iterator[Any]:
     """Tensors anywhere in nested arguments."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from _flat(item)
+            yield from flat(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _flat(item)
+            yield from flat(item)
 
 
 def _called(func: Any) -> str:

@@ -69,7 +69,7 @@ def label_table(model: Model, trace: Trace) -> dict[str, Labels]:
     classes = {path: type(m).__name__ for path, m in model.module.named_modules()}
     beside = towers(model.module)
     inside = {n for s in trace.segments if s.module is not None and s.module not in beside for n in s.params}
-    linear = {w for ws in trace.sites.values() for w in ws if w.rpartition(".")[0] not in trace.choosing}
+    linear = {w for ws in trace.sites.values() for w in ws if w not in trace.choosing}
     stored = names_in_files(model.module, {n: leaf.shape for n, leaf in model.params.items()})
     return {
         name: label(name, classes, default=name in inside and name in linear, others=stored.get(name, ()))
