@@ -14,7 +14,7 @@ from ptq.models.skeleton import from_module
 from ptq.numerics.leaves import dense
 from ptq.pipeline.batches import micro_batches
 from ptq.pipeline.plan import Plan, make_plan
-from ptq.pipeline.scan import _stage
+from ptq.pipeline.scan import _stage, compress
 
 HALVE = leafwise((), lambda w: dense(w) / 2, name="halve")
 MEASURE = leafwise(("gram",), lambda w, gram: w, name="measure")
@@ -139,8 +139,16 @@ def test_ties_are_kept_unless_one_side_is_targeted() -> None:
     assert planned(model, HALVE).model.aliases == tied
     for name in ("lm_head", "model.embed_tokens"):
         plan = planned(model, targets(name, HALVE))
-        assert (plan.model.aliases, plan.untied) == ({}, ("lm_head.weight",))
+        assert (plan.model.aliases, set(plan.untied)) == ({}, {"lm_head.weight", "model.embed_tokens.weight"})
     assert model.aliases == tied
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_the_report_says_that_a_targeted_weight_was_tied(name: str) -> None:
+    run = compress(from_module(stock(CONFIGS["gemma3"]())), None, targets(name, HALVE), compute_dtype="float32")
+    assert run.model.aliases == {}
+    (line,) = [w for block in run.report["blocks"] for w in block["weights"]]
+    assert (line["name"], line["note"]) == (f"{name}.weight", "was tied, has weights of its own now")
 
 
 def test_a_convolution_is_refused_by_name() -> None:

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     trace: Trace
     segments: tuple[Segment, ...]
     untied: tuple[str, ...]
-    """names that were aliases and are parameters now"""
+    """names on both sides of ties that hold no more"""
 
 
 def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
@@ -60,8 +60,7 @@ def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
     found = links(loose, trace) if any("links" in t.needs for stage in stages for t in stage) else ()
     members = tuple(tuple(_member(t, names, settled, trace, found) for t, names in stage) for stage in chosen)
     segments = tuple(s for s in (_present(s, settled.params) for s in trace.segments) if s.params)
-    untied = tuple(n for n in settled.params if n not in model.params)
-    return Plan(settled, members, trace, segments, untied)
+    return Plan(settled, members, trace, segments, _loosened(model, settled))
 
 
 def label_table(model: Model, trace: Trace) -> dict[str, Labels]:
@@ -97,6 +96,11 @@ def _settled(model: Model, taken: set[str]) -> Model:
     params = {**model.params, **{alias: model.params[name] for alias, name in own.items()}}
     aliases = {a: n for a, n in model.aliases.items() if a not in own}
     return replace(model, state=model.state._replace(params=params), aliases=aliases)
+
+
+def _loosened(before: Model, after: Model) -> tuple[str, ...]:
+    sides = {name for pair in before.aliases.items() if pair[0] not in after.aliases for name in pair}
+    return tuple(name for name in after.params if name in sides)
 
 
 def _present(segment: Segment, params: Params) -> Segment:
