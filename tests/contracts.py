@@ -100,6 +100,7 @@ LAWS: list[tuple[dict[str, Any], list[Law]]] = [
             solves.changes_no_input,
             solves.keeps_shape_and_dtype,
             solves.declares_from_shapes_alone,
+            solves.is_foreseen_from_shapes,
             solves.treats_stacked_experts_one_by_one,
             solves.runs_under_vmap,
             solves.works_on_any_subset_of_sites,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ptq.base import Clause, Link, Params, Sites, Stage, State, Transform
@@ -16,7 +16,8 @@ from ptq.models.model import Model
 from ptq.models.naming import names_in_files
 from ptq.models.probe import Segment, Trace, links, probe
 from ptq.models.towers import towers
-from ptq.numerics.leaves import Leaf, Transposed, compressed
+from ptq.numerics.leaves import Leaf, Transposed
+from ptq.pipeline.foresee import abstract, foreseen
 from ptq.pipeline.spine import Batch
 from ptq.targeting import Labels, label, select
 
@@ -58,7 +59,7 @@ def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
     taken = {name for stage in chosen for _, names in stage for name in names}
     settled = _settled(model, taken)
     found = links(loose, trace) if any("links" in t.needs for stage in stages for t in stage) else ()
-    members = tuple(tuple(_member(t, names, settled, trace, found) for t, names in stage) for stage in chosen)
+    members = tuple(_members(chosen, settled, trace, found))
     segments = tuple(s for s in (_present(s, settled.params) for s in trace.segments) if s.params)
     return Plan(settled, members, trace, segments, _loosened(model, settled))
 
@@ -107,7 +108,27 @@ def _present(segment: Segment, params: Params) -> Segment:
     return segment._replace(params=tuple(n for n in segment.params if n in params))
 
 
-def _member(t: Transform, names: Sequence[str], model: Model, trace: Trace, found: tuple[Link, ...]) -> Member:
+Chosen = Sequence[tuple[Transform, list[str]]]
+"""a stage's transforms, with the weights that each takes"""
+
+
+def _members(
+    chosen: Sequence[Chosen], model: Model, trace: Trace, found: tuple[Link, ...]
+) -> Iterator[tuple[Member, ...]]:
+    """Each stage's members in the order in which they act, each asked about what those before it will have made."""
+    left = Counter(name for stage in chosen for _, names in stage for name in names)
+    params = _abstract(model.params, left, trace)
+    for stage in chosen:
+        members: list[Member] = []
+        for t, names in sorted(stage, key=lambda pair: pair[0].kind == "solve"):
+            members.append(_member(t, names, params, trace, found))
+            left.subtract(names)
+            again = [name for name in names if left[name]]
+            params |= foreseen(t, params, again, **extras(members[-1], 0, "", members[-1].links))
+        yield tuple(members)
+
+
+def _member(t: Transform, names: Sequence[str], params: Params, trace: Trace, found: tuple[Link, ...]) -> Member:
     if t.scope == "model" or t.needs - {"links", "key"}:
         raise BadInput(f"{t.name}: scope {t.scope!r} with extras {sorted(t.needs)} is not supported by this version")
     wanted = set(names)
@@ -117,7 +138,7 @@ def _member(t: Transform, names: Sequence[str], model: Model, trace: Trace, foun
     _refuse_outside(t, sites, trace)
     linked = tuple(_whole(k, wanted, t) for k in found if wanted & set(k.sinks)) if "links" in t.needs else ()
     given = {"links": linked} if "links" in t.needs else {}
-    stats = t.init(State(_abstract(model.params, names, trace)), sites, **given)
+    stats = t.init(State({n: params[n] for n in names}), sites, **given)
     for site in (s for s in stats if s not in trace.sites):
         raise BadInput(f"{site}: {t.name} needs to see its input, but no linear reads it; use a method without data")
     return Member(t, sites, {site: tuple(kinds) for site, kinds in stats.items()}, linked)
@@ -138,15 +159,15 @@ def _whole(link: Link, wanted: set[str], t: Transform) -> Link:
     return link
 
 
-def _abstract(params: Params, names: Sequence[str], trace: Trace) -> Params:
-    """Shapes without values; compressed leaves as they are, so that a transform can refuse them."""
+def _abstract(params: Params, names: Iterable[str], trace: Trace) -> Params:
+    """Shapes without values, as transforms take them; what is compressed stays so, so that they can refuse it."""
     return oriented_params({n: _shape_only(n, params[n]) for n in names}, trace.transposed)
 
 
 def _shape_only(name: str, leaf: Leaf) -> Leaf:
     if len(leaf.shape) not in (2, 3):
         raise BadInput(f"{name}: shape {tuple(leaf.shape)}; only matrices and stacks of them can be compressed yet")
-    return leaf if compressed(leaf) else torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return abstract(leaf)
 
 
 def stage_sites(members: Sequence[Member]) -> Iterator[tuple[str, tuple[str, ...]]]:
