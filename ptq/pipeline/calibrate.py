@@ -72,7 +72,7 @@ def calibrate(
         decode = Decoder(source.params, place.cast)  # a weight at a time, so that a model of any size can be measured
         watch = Observer(decode, dict.fromkeys(wanted, tuple(kinds)), lambda x, mask=mask: rows(x, mask))
         with torch.no_grad():
-            interpreted(computing, source.params, watch, batch.args, batch.kwargs, place)
+            interpreted(computing, source.state, watch, batch.args, batch.kwargs, place)
         stats = merge_stats(stats, watch.stats)
     refuse_not_finite(stats)
     return stats

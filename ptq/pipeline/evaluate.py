@@ -62,7 +62,7 @@ def perplexity(
 def _logits(model: Model, batch: Batch, place: Place) -> Tensor:
     with torch.no_grad():
         decode = Decoder(model.params, place.cast)
-        out = interpreted(model, model.params, decode, batch.args, batch.kwargs, place)
+        out = interpreted(model, model.state, decode, batch.args, batch.kwargs, place)
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor):
         raise BadInput(f"{type(model.module).__name__}: its output has no logits; perplexity needs a language model")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ptq.base import Clause, Link, Params, Sites, Stage, State, Transform
 from ptq.errors import BadInput
+from ptq.models.call import named, unmapped
 from ptq.models.model import Model
 from ptq.models.naming import names_in_files
 from ptq.models.probe import Segment, Trace, links, probe
@@ -50,8 +51,6 @@ def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
     Raises:
         BadInput: a target matches nothing, a weight has the wrong shape or is compressed already, ...
     """
-    if model.state.maps:
-        raise BadInput(f"activation maps ({next(iter(model.state.maps))}) are not run by this version")
     loose = _untied(model)
     trace = probe(loose, *example.args, **example.kwargs)
     table = label_table(loose, trace)
@@ -88,8 +87,7 @@ def _oriented(leaf: Leaf) -> Leaf:
 
 
 def _untied(model: Model) -> Model:
-    params = {**model.params, **{alias: model.params[name] for alias, name in model.aliases.items()}}
-    return replace(model, state=model.state._replace(params=params), aliases={})
+    return replace(model, state=State(named(unmapped(model.state), model.aliases)), aliases={})
 
 
 def _settled(model: Model, taken: set[str]) -> Model:
