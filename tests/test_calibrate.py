@@ -16,6 +16,7 @@ from ptq.models.call import merge_stats, observe
 from ptq.models.skeleton import from_module
 from ptq.numerics.stats import KINDS
 from ptq.pipeline.calibrate import calibrate, load_stats, save_stats
+from ptq.pipeline.evaluate import perplexity
 
 
 def equal(a: Stats, b: Stats, rtol: float = 0.0) -> bool:
@@ -73,3 +74,16 @@ def test_activations_that_are_not_finite_are_refused_by_name(batches: list[Tenso
 def test_an_unknown_statistic_is_refused(batches: list[Tensor]) -> None:
     with pytest.raises(BadInput, match="unknown statistic 'hessian'"):
         calibrate(from_module(stock(CONFIGS["llama"]())), batches, ["hessian"])
+
+
+def test_a_surrounding_autocast_changes_nothing(batches: list[Tensor]) -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    plain = calibrate(model, batches, compute_dtype="float32")
+    loss = perplexity(model, batches)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert equal(calibrate(model, batches, compute_dtype="float32"), plain)
+        assert perplexity(model, batches) == loss
+        _, seen = observe(model, model.state, {"lm_head.weight": ["gram"]}, batches[0])
+    gram = seen["lm_head.weight"]["gram"].sum
+    assert gram.dtype == torch.float32
+    assert not torch.equal(gram, gram.bfloat16().float())  # the forward was the caller's, the product is not

@@ -151,7 +151,8 @@ class Observer:
     def __call__(self, use: Use) -> Tensor:
         if use.x is not None and use.name in self.kinds:
             x = self.rows(use.x)
-            seen = {kind: KINDS[kind].measure(x) for kind in self.kinds[use.name]}
+            with torch.autocast(x.device.type, enabled=False):  # the forward's own is none of the statistics'
+                seen = {kind: KINDS[kind].measure(x) for kind in self.kinds[use.name]}
             self.stats = merge_stats(self.stats, {use.name: seen})
         return self.inner(use)
 

@@ -71,7 +71,7 @@ def calibrate(
         mask = row_mask(batch)
         decode = Decoder(source.params, place.cast)  # a weight at a time, so that a model of any size can be measured
         watch = Observer(decode, dict.fromkeys(wanted, tuple(kinds)), lambda x, mask=mask: rows(x, mask))
-        with torch.no_grad():
+        with torch.no_grad(), place.alone():
             interpreted(computing, source.state, watch, batch.args, batch.kwargs, place)
         stats = merge_stats(stats, watch.stats)
     refuse_not_finite(stats)

@@ -60,7 +60,7 @@ def perplexity(
 
 
 def _logits(model: Model, batch: Batch, place: Place) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), place.alone():
         decode = Decoder(model.params, place.cast)
         out = interpreted(model, model.state, decode, batch.args, batch.kwargs, place)
     logits = getattr(out, "logits", None)
