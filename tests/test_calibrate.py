@@ -87,3 +87,9 @@ def test_a_surrounding_autocast_changes_nothing(batches: list[Tensor]) -> None:
     gram = seen["lm_head.weight"]["gram"].sum
     assert gram.dtype == torch.float32
     assert not torch.equal(gram, gram.bfloat16().float())  # the forward was the caller's, the product is not
+
+
+def test_data_that_is_all_masked_is_refused() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(BadInput, match=r"q_proj\.weight: no calibration token reached it; all were masked"):
+        calibrate(from_module(stock(CONFIGS["llama"]())), [{"input_ids": ids, "attention_mask": torch.zeros_like(ids)}])

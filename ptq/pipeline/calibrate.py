@@ -22,7 +22,7 @@ from ptq.numerics.stats import KINDS
 from ptq.pipeline.batches import at, few_tokens, micro_batches, row_mask, rows
 from ptq.pipeline.place import computed, resolve
 from ptq.pipeline.plan import label_table
-from ptq.pipeline.weights import refuse_not_finite
+from ptq.pipeline.weights import refuse_not_finite, refuse_unmeasured
 
 
 def calibrate(
@@ -48,7 +48,7 @@ def calibrate(
         Site -> kind -> statistic, each stored once for all weights that read the same tensor.
 
     Raises:
-        BadInput: a kind is unknown, or there is no data.
+        BadInput: a kind is unknown, or there is no data, or all of it is masked.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     >>> stats = calibrate(net, [torch.ones(3, 2)], ["absmax"])
@@ -74,6 +74,7 @@ def calibrate(
         with torch.no_grad(), place.alone():
             interpreted(computing, source.state, watch, batch.args, batch.kwargs, place)
         stats = merge_stats(stats, watch.stats)
+    refuse_unmeasured(stats)
     refuse_not_finite(stats)
     return stats
 
