@@ -71,6 +71,8 @@ def _device(choice: str | torch.device) -> torch.device:
 
 def _dtype(choice: str | torch.dtype, model: Model, device: torch.device) -> torch.dtype | None:
     if isinstance(choice, torch.dtype):
+        if not choice.is_floating_point or choice.itemsize == 1:
+            raise BadInput(f"compute dtype {choice}: expected floats of 16 bits or more")
         return choice
     if choice != "auto" and choice not in DTYPES:
         raise BadInput(f"compute dtype {choice!r}: expected auto or one of {', '.join(DTYPES)}")
