@@ -9,8 +9,10 @@ from torch import nn
 
 from conftest import CONFIGS, stock
 from ptq.errors import BadInput
+from ptq.models.call import observe
 from ptq.models.skeleton import from_module
 from ptq.pipeline.batches import micro_batches, row_mask, rows
+from ptq.pipeline.calibrate import calibrate
 from ptq.pipeline.spine import Batch
 
 MODEL = from_module(stock(CONFIGS["llama"]()))
@@ -66,3 +68,10 @@ def test_masked_tokens_count_nowhere() -> None:
     assert torch.equal(rows(x, flat), x[mask.bool()])
     assert row_mask(Batch((), {"attention_mask": torch.ones(2, 3)})) is None
     assert len(rows(torch.ones(1, 7, 2), flat)) == 7  # a tower with tokens of its own has no mask
+
+
+def test_an_input_without_a_dimension_of_tokens_is_one_row() -> None:
+    assert rows(torch.arange(4.0), None).tolist() == [[0, 1, 2, 3]]
+    model, x = from_module(nn.Linear(4, 2)), torch.randn(4)
+    for stats in (calibrate(model, [x]), observe(model, model.state, {"weight": ["gram"]}, x)[1]):
+        assert torch.equal(stats["weight"]["gram"].sum, torch.outer(x, x))

@@ -145,7 +145,7 @@ class Observer:
     ) -> None:
         self.inner = inner
         self.kinds = kinds
-        self.rows = rows or (lambda x: x.flatten(end_dim=-2))
+        self.rows = rows or flat_rows
         self.stats: Stats = {}
 
     def __call__(self, use: Use) -> Tensor:
@@ -155,6 +155,11 @@ class Observer:
                 seen = {kind: KINDS[kind].measure(x) for kind in self.kinds[use.name]}
             self.stats = merge_stats(self.stats, {use.name: seen})
         return self.inner(use)
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """An input of a linear as `[tokens, in]`; one without a dimension of tokens is one row."""
+    return torch.atleast_2d(x).flatten(end_dim=-2)
 
 
 def merge_stats(a: Stats, b: Stats) -> Stats:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ptq.errors import BadInput
+from ptq.models.call import flat_rows
 from ptq.models.model import Model
 from ptq.pipeline.place import Place
 from ptq.pipeline.spine import Batch
@@ -104,5 +105,5 @@ def row_mask(batch: Batch) -> Tensor | None:
 
 def rows(x: Tensor, mask: Tensor | None) -> Tensor:
     """An input as `[tokens, in]`, without masked tokens. Inputs of other lengths (a vision tower's) have no mask."""
-    flat = x.detach().flatten(end_dim=-2)
+    flat = flat_rows(x.detach())
     return flat[mask] if mask is not None and len(mask) == len(flat) else flat
