@@ -138,8 +138,11 @@ LAWS: list[tuple[dict[str, Any], list[Law]]] = [
             leaves.multiplies_like_its_dense_form,
             leaves.costs_what_its_bits_cost,
             leaves.decoding_changes_no_input,
-            leaves.quantized_values_quantize_to_themselves,
         ],
+    ),
+    (
+        {kind: kind for kind in ("int4", "int3 asymmetric", "fp8")},
+        [leaves.quantized_values_quantize_to_themselves],
     ),
     (
         GRIDS,
