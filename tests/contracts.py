@@ -67,7 +67,7 @@ SOLVES: dict[str, Callable[[], Transform]] = {
 }
 QUANTIZERS = [name for name in SOLVES if name.startswith(("rtn", "gptq"))]
 REPARAMS: dict[str, Callable[[], Transform]] = {"fold_norms": fold_norms}
-STATISTICS: dict[str, type[Statistic]] = {kind.needs: kind for kind in (Gram, SecondMoment, AbsMax, AbsMean, Range)}
+STATISTICS: dict[str, type[Statistic]] = {cls.kind: cls for cls in (Gram, SecondMoment, AbsMax, AbsMean, Range)}
 GRIDS: dict[str, Grid] = {str(grid): grid for grid in (*map(Int, range(2, 9)), Float8())}
 PATTERNS: dict[str, Pattern] = {
     str(p): p for p in (Unstructured(0.0), Unstructured(0.37), Unstructured(0.9), NM(2, 4), NM(1, 4), NM(4, 8))
