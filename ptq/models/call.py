@@ -15,7 +15,7 @@ from ptq.errors import BadInput
 from ptq.models.interpret import Interpreter, Reader, Use, handle
 from ptq.models.model import Model
 from ptq.numerics.leaves import Leaf, compressed, dense
-from ptq.numerics.stats import KINDS
+from ptq.numerics.stats import KINDS, Statistic
 
 
 def call(model: Model, state: State, *args: Any, **kwargs: Any) -> Any:
@@ -163,18 +163,24 @@ def flat_rows(x: Tensor) -> Tensor:
 
 
 def merge_stats(a: Stats, b: Stats) -> Stats:
-    """The statistics of both sets of batches.
+    """The statistics of both sets of batches; outcomes of solves, which no batches have, are left out.
 
     >>> from ptq.numerics.stats import AbsMax
     >>> one, two = ({"w": {"absmax": AbsMax.measure(torch.tensor([[v]]))}} for v in (1.0, -3.0))
     >>> merge_stats(one, two)["w"]["absmax"].max
     tensor([3.])
     """
-    merged = {site: dict(kinds) for site, kinds in a.items()}
-    for site, kinds in b.items():
+    merged = measured(a)
+    for site, kinds in measured(b).items():
         mine = merged.setdefault(site, {})
         mine.update({kind: mine[kind].merge(value) if kind in mine else value for kind, value in kinds.items()})
     return merged
+
+
+def measured(stats: Stats) -> Stats:
+    """The statistics alone, without what solves reported of their weights."""
+    kept = {site: {k: v for k, v in kinds.items() if isinstance(v, Statistic)} for site, kinds in stats.items()}
+    return {site: kinds for site, kinds in kept.items() if kinds}
 
 
 def as_module(model: Model) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ptq.base import Stats
 from ptq.errors import BadInput
-from ptq.models.call import Decoder, Observer, interpreted, merge_stats
+from ptq.models.call import Decoder, Observer, interpreted, measured, merge_stats
 from ptq.models.model import Model
 from ptq.models.probe import probe
 from ptq.models.skeleton import from_module
@@ -80,11 +80,11 @@ def calibrate(
 
 
 def save_stats(stats: Stats, path: str | Path) -> None:
-    """Writes statistics to a safetensors file, which appears whole or not at all."""
+    """Writes statistics to a safetensors file, which appears whole or not at all; outcomes of solves are left out."""
     target = Path(path)
     tensors = {
         f"{site}/{kind}/{f.name}": getattr(statistic, f.name).contiguous()
-        for site, seen in stats.items()
+        for site, seen in measured(stats).items()
         for kind, statistic in seen.items()
         for f in fields(statistic)
     }
