@@ -47,6 +47,7 @@ ROUTERS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "qwen3 moe": (of("Qwen3Moe", num_experts=4, moe_intermediate_size=32), {"mlp.gate"}),
     "olmoe": (of("Olmoe", num_experts=4), {"mlp.gate"}),
     "deepseek v3": (deepseek, {"mlp.gate"}),
+    "gpt-oss": (of("GptOss", num_local_experts=4, head_dim=16), {"mlp.router"}),
     "llama 4": (llama4, {"feed_forward.router"}),
     "granite moe": (of("GraniteMoe", num_local_experts=4), {"block_sparse_moe.router"}),
     "jetmoe": (jetmoe, {"mlp.router.layer", "self_attention.experts.router.layer"}),

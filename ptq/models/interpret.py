@@ -146,13 +146,13 @@ class Interpreter(TorchFunctionMode):
             for operand in _SITES[func]:
                 if len(args) > operand.weight and id(args[operand.weight]) in self.known:
                     args = self._consume(operand, args)
-        self._refuse(func, (args, kwargs))
+        self._refuse(func, args, kwargs)
         return func(*self._values(args), **self._values(kwargs))
 
-    def _refuse(self, func: Any, arguments: Any) -> None:
+    def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is left in the arguments is read in a way that is not understood."""
-        for h in (self.known[id(a)] for a in flat(arguments) if id(a) in self.known):
-            if _writes(func):
+        for h in (self.known[id(a)] for a in flat((args, kwargs)) if id(a) in self.known):
+            if _writes(func) and args and args[0] is h.keep:
                 raise Refused(f"{h.name}: {_called(func)} writes into this weight; a forward may only read its weights")
             if h.name in self.compressed:
                 raise Refused(
