@@ -67,7 +67,7 @@ SOLVES: dict[str, Callable[[], Transform]] = {
 }
 QUANTIZERS = [name for name in SOLVES if name.startswith(("rtn", "gptq"))]
 REPARAMS: dict[str, Callable[[], Transform]] = {"fold_norms": fold_norms}
-STATISTICS: dict[str, type[Statistic]] = {kind.needs: kind for kind in (Gram, SecondMoment, AbsMax, AbsMean, Range)}
+STATISTICS: dict[str, type[Statistic]] = {cls.kind: cls for cls in (Gram, SecondMoment, AbsMax, AbsMean, Range)}
 GRIDS: dict[str, Grid] = {str(grid): grid for grid in (*map(Int, range(2, 9)), Float8())}
 PATTERNS: dict[str, Pattern] = {
     str(p): p for p in (Unstructured(0.0), Unstructured(0.37), Unstructured(0.9), NM(2, 4), NM(1, 4), NM(4, 8))
@@ -100,6 +100,7 @@ LAWS: list[tuple[dict[str, Any], list[Law]]] = [
             solves.changes_no_input,
             solves.keeps_shape_and_dtype,
             solves.declares_from_shapes_alone,
+            solves.is_foreseen_from_shapes,
             solves.treats_stacked_experts_one_by_one,
             solves.runs_under_vmap,
             solves.works_on_any_subset_of_sites,
@@ -137,8 +138,11 @@ LAWS: list[tuple[dict[str, Any], list[Law]]] = [
             leaves.multiplies_like_its_dense_form,
             leaves.costs_what_its_bits_cost,
             leaves.decoding_changes_no_input,
-            leaves.quantized_values_quantize_to_themselves,
         ],
+    ),
+    (
+        {kind: kind for kind in ("int4", "int3 asymmetric", "fp8")},
+        [leaves.quantized_values_quantize_to_themselves],
     ),
     (
         GRIDS,

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from conftest import CONFIGS, stock
-from ptq.base import Stats
+from ptq.base import State, Stats
 from ptq.errors import BadInput
 from ptq.models.call import merge_stats, observe
 from ptq.models.skeleton import from_module
-from ptq.numerics.stats import KINDS
+from ptq.numerics.schemes import scheme
+from ptq.numerics.stats import KINDS, Gram
 from ptq.pipeline.calibrate import calibrate, load_stats, save_stats
+from ptq.pipeline.evaluate import perplexity
+from ptq.transforms.gptq import gptq
 
 
 def equal(a: Stats, b: Stats, rtol: float = 0.0) -> bool:
@@ -73,3 +76,35 @@ def test_activations_that_are_not_finite_are_refused_by_name(batches: list[Tenso
 def test_an_unknown_statistic_is_refused(batches: list[Tensor]) -> None:
     with pytest.raises(BadInput, match="unknown statistic 'hessian'"):
         calibrate(from_module(stock(CONFIGS["llama"]())), batches, ["hessian"])
+
+
+def test_a_surrounding_autocast_changes_nothing(batches: list[Tensor]) -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    plain = calibrate(model, batches, compute_dtype="float32")
+    loss = perplexity(model, batches)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert equal(calibrate(model, batches, compute_dtype="float32"), plain)
+        assert perplexity(model, batches) == loss
+        _, seen = observe(model, model.state, {"lm_head.weight": ["gram"]}, batches[0])
+    gram = seen["lm_head.weight"]["gram"].sum
+    assert gram.dtype == torch.float32
+    assert not torch.equal(gram, gram.bfloat16().float())  # the forward was the caller's, the product is not
+
+
+def test_data_that_is_all_masked_is_refused() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(BadInput, match=r"q_proj\.weight: no calibration token reached it; all were masked"):
+        calibrate(from_module(stock(CONFIGS["llama"]())), [{"input_ids": ids, "attention_mask": torch.zeros_like(ids)}])
+
+
+def test_what_solves_reported_is_left_out(tmp_path: Path) -> None:
+    stage = gptq(scheme("W4A16", group_size=-1))
+    seen = {"a.weight": {"gram": Gram.measure(torch.randn(9, 4))}}
+    _, after = stage.apply(State({"a.weight": torch.randn(2, 4)}), seen, {"a.weight": ("a.weight",)})
+    assert "outcome" in after["a.weight"]
+    save_stats(after, tmp_path / "stats.safetensors")
+    assert equal(load_stats(tmp_path / "stats.safetensors"), seen)
+    both = merge_stats(after, after)
+    assert both["a.weight"].keys() == {"gram"}
+    assert int(both["a.weight"]["gram"].count) == 18
+    assert merge_stats({}, {"b.weight": {"outcome": after["a.weight"]["outcome"]}}) == {}

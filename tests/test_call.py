@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from conftest import CONFIGS, stock
-from ptq.base import State
+from ptq.base import State, leafwise
+from ptq.errors import BadInput
 from ptq.models.call import as_module, call, merge_stats, observe
+from ptq.models.model import Model
 from ptq.models.skeleton import from_module
 from ptq.numerics.fits import fit, quantize
 from ptq.numerics.leaves import Transposed, dense
 from ptq.numerics.schemes import scheme
 from ptq.numerics.stats import Gram
+from ptq.pipeline.calibrate import calibrate
+from ptq.pipeline.evaluate import perplexity
+from ptq.pipeline.run import compress
 
 
 def quantized(params: dict[str, Any], transposed: bool) -> dict[str, Any]:
@@ -130,3 +137,22 @@ def test_as_module_is_a_stock_module_of_its_own(tiny: Path, family: str, batches
     assert (made.get_output_embeddings().weight is made.get_input_embeddings().weight) == tied
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(made.parameters(), module.parameters(), strict=True))
     assert made.generate(batches[0][:1, :4], max_new_tokens=2, do_sample=False).shape == (1, 6)
+
+
+RUNS: dict[str, Callable[[Model, Tensor], Any]] = {
+    "call": lambda model, ids: model(ids),
+    "observe": lambda model, ids: observe(model, model.state, {}, ids),
+    "as_module": lambda model, _: model.as_module(),
+    "calibrate": lambda model, ids: calibrate(model, [ids]),
+    "perplexity": lambda model, ids: perplexity(model, [ids]),
+    "compress": lambda model, ids: compress(model, [ids], leafwise((), dense)),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_activation_maps_are_refused_by_all_that_would_ignore_them(run: str, batches: list[Tensor]) -> None:
+    model = from_module(stock(CONFIGS["llama"]()))
+    mapped = replace(model, state=State(model.params, {"lm_head.weight": ("a map",)}))
+    RUNS[run](model, batches[0])
+    with pytest.raises(BadInput, match=r"activation maps \(lm_head\.weight\) are not run by this version"):
+        RUNS[run](mapped, batches[0])

@@ -197,6 +197,15 @@ def test_a_scale_of_zero_is_refused_at_its_block() -> None:
         compress(model_of("llama"), None, leafwise((), nothing, name="nothing")).model  # noqa: B018
 
 
+@pytest.mark.parametrize("how", [SHRINK, AT_ONCE], ids=["staged", "at once"])
+def test_autocast_around_a_run_changes_nothing(how: Transform) -> None:
+    model, data = model_of("llama"), ragged()
+    plain = compress(model, data, how, **FLOAT).model.params
+    with torch.autocast("cpu", torch.bfloat16):
+        around = compress(model, data, how, **FLOAT).model.params
+    assert all(torch.equal(dense(plain[name]), dense(around[name])) for name in plain)
+
+
 # What reports say
 
 

@@ -89,7 +89,7 @@ def test_weights_are_read_and_left_alone() -> None:
     assert all(torch.equal(p, before[n][0]) and p._version == before[n][1] for n, p in module.named_parameters())
 
 
-@pytest.mark.parametrize("kind", ["no position", "no logits", "NaN", "device", "dtype", "nothing", "no ids"])
+@pytest.mark.parametrize("kind", ["no position", "no logits", "NaN", "beyond", "device", "dtype", "nothing", "no ids"])
 def test_what_cannot_be_evaluated(kind: str, model: Model, tiny_llama: Path) -> None:
     ids, more = torch.randint(VOCABULARY, (2, 12)), {}
     message = {"device": "cannot be used", "dtype": "expected auto", "nothing": "no batch", "no ids": "input_ids"}.get(
@@ -102,8 +102,10 @@ def test_what_cannot_be_evaluated(kind: str, model: Model, tiny_llama: Path) -> 
         from transformers import AutoModel
 
         model = from_module(AutoModel.from_pretrained(tiny_llama))
-    if kind == "NaN":
-        bad = {**model.params, "lm_head.weight": torch.full_like(model.params["lm_head.weight"], torch.nan)}
+    if kind in ("NaN", "beyond"):
+        head = model.params["lm_head.weight"]
+        head = torch.full_like(head, torch.nan) if kind == "NaN" else head * 1e6
+        bad = {**model.params, "lm_head.weight": head}
         model = replace(model, state=model.state._replace(params=bad))
     if kind in ("device", "dtype"):
         more = {"device": {"device": "nowhere"}, "dtype": {"compute_dtype": "float8"}}[kind]

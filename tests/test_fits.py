@@ -209,6 +209,16 @@ def test_a_search_in_bfloat16_is_made_in_float32_with_stored_scales(seed: int) -
     assert torch.equal(low, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_zero_points_are_chosen_by_the_scale_as_it_is_stored(dtype: torch.dtype) -> None:
+    low, high = -randn(0, 1000, dtype=torch.float32).abs(), randn(1, 1000, dtype=torch.float32).abs()
+    scheme = Scheme(Int(8), "channel", symmetric=False)
+    scale, zero = qparams(low, high, scheme, dtype)
+    assert scale.dtype == dtype
+    assert zero is not None
+    assert torch.equal(zero.float(), (-128 - low / scale.float()).round().clamp(-128, 127))
+
+
 def test_an_outlier_is_clipped_but_not_by_minmax() -> None:
     w = torch.cat([torch.linspace(-1, 1, 63), torch.tensor([2.0])])[None]
     scheme = Scheme(Int(3), "channel")

@@ -87,3 +87,5 @@ def test_a_compressed_reader_is_refused_by_name() -> None:
     params = state().params | {"a.weight": quantize(w, *fit(w, four), four.grid)}
     with pytest.raises(BadInput, match=r"^a\.weight: is compressed already; fold norms before"):
         fold_norms().apply(State(params), {}, SITES, links=(BOTH,))
+    with pytest.raises(BadInput, match=r"^a\.weight: is compressed already; fold norms before"):
+        fold_norms().init(State(params), SITES, links=(BOTH,))

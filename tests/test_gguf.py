@@ -283,7 +283,7 @@ def downloads(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
-@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="the cache directory has another name there")
+@pytest.mark.skipif(sys.platform == "darwin", reason="the cache directory has another name there")
 def test_the_demo_is_downloaded_once_and_checked_each_time(downloads: list[Path], tmp_path: Path) -> None:
     first = demo.demo_model()
     assert first.parent == tmp_path / "cache" / "ptq"

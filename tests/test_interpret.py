@@ -102,6 +102,12 @@ def test_a_compressed_weight_is_refused_by_name(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_weight_may_be_added_to_what_is_no_weight() -> None:
+    h = handle((3, 4), torch.float32)
+    with Interpreter({"w": h}, lambda _: WEIGHT):
+        assert torch.equal(torch.ones(3, 4).add_(h), WEIGHT + 1)
+
+
 @pytest.mark.parametrize("case", [name for name in STRANGE if name != "add_"])
 def test_an_uncompressed_weight_is_served_to_any_operation(case: str) -> None:
     h = handle((3, 4), torch.float32)

@@ -71,7 +71,7 @@ def test_only_what_a_forward_made_is_taken() -> None:
     live = Live([given])
     live.lend(weight)
     kept, views = given * 2, (given[1:], weight[1:])
-    live.note([kept, *views, given * 3])  # the last one is dropped at once
+    live.note(None, None, [kept, *views, given * 3])  # the last one is dropped at once
     assert [s.data_ptr() for s in live.storages()] == [kept.untyped_storage().data_ptr()]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,20 @@ from ptq.base import Transform, chain, identity, leafwise, partition, targets
 from ptq.errors import BadInput, NoMatch
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
-from ptq.numerics.leaves import dense
+from ptq.numerics.fits import quantize
+from ptq.numerics.grids import Int
+from ptq.numerics.leaves import Quantized, dense
+from ptq.numerics.patterns import NM, Unstructured
+from ptq.numerics.schemes import scheme
 from ptq.pipeline.batches import micro_batches
 from ptq.pipeline.plan import Plan, make_plan
-from ptq.pipeline.run import _stage
+from ptq.pipeline.run import _stage, compress
+from ptq.transforms.fold import fold_norms
+from ptq.transforms.gptq import gptq
+from ptq.transforms.magnitude import magnitude
+from ptq.transforms.rtn import rtn
+from ptq.transforms.sparsegpt import sparsegpt
+from ptq.transforms.wanda import wanda
 
 HALVE = leafwise((), lambda w: dense(w) / 2, name="halve")
 MEASURE = leafwise(("gram",), lambda w, gram: w, name="measure")
@@ -139,8 +151,16 @@ def test_ties_are_kept_unless_one_side_is_targeted() -> None:
     assert planned(model, HALVE).model.aliases == tied
     for name in ("lm_head", "model.embed_tokens"):
         plan = planned(model, targets(name, HALVE))
-        assert (plan.model.aliases, plan.untied) == ({}, ("lm_head.weight",))
+        assert (plan.model.aliases, set(plan.untied)) == ({}, {"lm_head.weight", "model.embed_tokens.weight"})
     assert model.aliases == tied
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_the_report_says_that_a_targeted_weight_was_tied(name: str) -> None:
+    run = compress(from_module(stock(CONFIGS["gemma3"]())), None, targets(name, HALVE), compute_dtype="float32")
+    assert run.model.aliases == {}
+    (line,) = [w for block in run.report["blocks"] for w in block["weights"]]
+    assert (line["name"], line["note"]) == (f"{name}.weight", "was tied, has weights of its own now")
 
 
 def test_a_convolution_is_refused_by_name() -> None:
@@ -190,3 +210,65 @@ def test_plans_need_no_weights_in_memory(tiny_llama: object) -> None:
     model = load(tiny_llama)  # type: ignore[arg-type]
     plan = planned(model, MEASURE)
     assert not any(isinstance(leaf, Tensor) for leaf in plan.model.params.values())
+
+
+W4 = scheme("W4A16", group_size=32)
+FOLD = fold_norms()
+
+
+def signs(w: Tensor) -> Quantized:
+    """What a researcher writes, with a leaf that nothing may choose again."""
+    return quantize(w, dense(w).abs().mean(-1, keepdim=True), None, Int(2))
+
+
+OWN = leafwise((), signs, name="signs")
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (
+            [gptq(W4), targets("re:.*down_proj", rtn(W4))],
+            r"layers\.0\.mlp\.down_proj\.weight, .*: is quantized already",
+        ),
+        ([chain(gptq(W4), rtn(W4))], "is quantized already"),
+        ([chain(sparsegpt(NM(2, 4), W4), gptq(W4))], "is quantized already"),
+        ([OWN, wanda(NM(2, 4))], "is quantized already"),
+        ([rtn(W4), FOLD], r"q_proj\.weight: is compressed already"),
+    ],
+)
+def test_stages_that_exclude_each_other_are_refused_at_once(stages: list[Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        planned(from_module(stock(CONFIGS["llama"]())), *stages)
+
+
+def test_stages_that_go_together_pass(family: str) -> None:
+    model = from_module(stock(CONFIGS[family]()))
+    for stages in (
+        [chain(sparsegpt(NM(2, 4)), gptq(W4))],
+        [wanda(NM(2, 4)), rtn(W4)],
+        [magnitude(Unstructured(0.5)), HALVE, OWN],
+        [chain(rtn(W4), FOLD), targets("re:.*(lm_head|wte)", rtn(W4))],  # a stage's reparams come first
+    ):
+        assert len(planned(model, *stages).stages) == len(stages)
+
+
+def test_what_looks_at_values_is_asked_when_it_comes_to_it() -> None:
+    calls: list[str] = []
+
+    def solve(w: Tensor) -> Tensor:
+        calls.append(dense(w).device.type)
+        return dense(w) * float(dense(w).amax())
+
+    looks, model = leafwise((), solve), from_module(stock(CONFIGS["llama"]()))
+    planned(model, looks)
+    assert calls == []  # nothing follows it
+    planned(model, chain(looks, rtn(W4)))
+    assert set(calls) == {"meta"}
+
+
+def test_weights_that_are_alike_are_looked_at_once() -> None:
+    calls: list[tuple[int, ...]] = []
+    count = leafwise((), lambda w: (calls.append(tuple(w.shape)), w)[1])
+    planned(from_module(stock(CONFIGS["llama"]())), chain(count, HALVE))
+    assert sorted(calls) == [(32, 64), (64, 64), (64, 128), (128, 64)]

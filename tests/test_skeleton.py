@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -132,6 +133,33 @@ def test_edits_to_a_live_model_are_kept(batches: list[torch.Tensor]) -> None:
     assert isinstance(rebuilt(made.module, torch.bfloat16).get_submodule("model.layers.0.mlp"), nn.Identity)
 
 
+def doubled_scaling(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def other_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.7
+
+
+def patched_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = MethodType(lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))), mlp)
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda _module, _args, out: out * 2)
+
+
+@pytest.mark.parametrize("edit", [doubled_scaling, other_frequencies, patched_forward, hooked])
+def test_whatever_was_edited_stays_edited_in_another_dtype(edit: Callable[[Any], None]) -> None:
+    model, ids = stock(llama_config()), torch.arange(24)[None]
+    edit(model)
+    made = from_module(model)
+    for start in (made.module, rebuilt(made.module, torch.bfloat16)):
+        again = rebuilt(start, torch.float32)
+        assert torch.equal(functional_call(again, made.params | buffers(again), (ids,)).logits, model(ids).logits)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rebuilt_has_buffers_of_the_other_dtype(config: Any, dtype: torch.dtype) -> None:
     cls = model_class(config)
@@ -141,7 +169,7 @@ def test_rebuilt_has_buffers_of_the_other_dtype(config: Any, dtype: torch.dtype)
     for name, buffer in fresh.named_buffers():
         assert again.get_buffer(name).dtype == buffer.dtype
         assert torch.equal(again.get_buffer(name), buffer), name
-    assert {p.dtype for p in again.parameters()} == {p.dtype for p in fresh.parameters()}
+    assert {p.dtype for p in again.parameters()} == {dtype}
     assert {p.dtype for p in skeleton.parameters()} == {
         p.dtype for p in from_config(cls, config, torch.float32).parameters()
     }

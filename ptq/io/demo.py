@@ -57,8 +57,6 @@ def download(directory: Path) -> Path:
 
 def cache_directory() -> Path:
     """Where this user's caches are, by the conventions of the platform."""
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "ptq" / "cache"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "ptq"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptq"

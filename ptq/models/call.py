@@ -15,7 +15,7 @@ from ptq.errors import BadInput
 from ptq.models.interpret import Interpreter, Reader, Use, handle
 from ptq.models.model import Model
 from ptq.numerics.leaves import Leaf, compressed, dense
-from ptq.numerics.stats import KINDS
+from ptq.numerics.stats import KINDS, Statistic
 
 
 def call(model: Model, state: State, *args: Any, **kwargs: Any) -> Any:
@@ -42,24 +42,30 @@ def call(model: Model, state: State, *args: Any, **kwargs: Any) -> Any:
     >>> call(model, State({"weight": torch.tensor([[1.0, 2.0]])}), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
     """
-    if state.maps:
-        raise BadInput(f"activation maps ({next(iter(state.maps))}) are not run by this version; call on State(params)")
-    if all(isinstance(leaf, Tensor) for leaf in state.params.values()):
+    params = unmapped(state)
+    if all(isinstance(leaf, Tensor) for leaf in params.values()):
         module = model.module if torch.compiler.is_compiling() else copy.deepcopy(model.module)
-        return functional(module, named(state.params, model.aliases), args, kwargs)
-    return interpreted(model, state.params, Decoder(state.params), args, kwargs)
+        return functional(module, named(params, model.aliases), args, kwargs)
+    return interpreted(model, state, Decoder(params), args, kwargs)
+
+
+def unmapped(state: State) -> Params:
+    """The parameters of a state that can be run: refuses activation maps, which this version does not apply."""
+    if state.maps:
+        raise BadInput(f"activation maps ({next(iter(state.maps))}) are not run by this version; take State(params)")
+    return state.params
 
 
 def interpreted(
     model: Model,
-    params: Params,
+    state: State,
     read: Reader,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     place: tuple[torch.device | str, torch.dtype | None] = ("cpu", None),
 ) -> Any:
     """One forward in which `read` serves every parameter, on a device and in a dtype if one is given."""
-    device, dtype = place
+    params, (device, dtype) = unmapped(state), place
     handles = stand_ins(params, dtype, device)
     lossy = frozenset(name for name, leaf in params.items() if compressed(leaf))
     module = copy.deepcopy(model.module)
@@ -122,7 +128,7 @@ def observe(
         The model's output, and site -> kind -> statistic. Merge those of several batches with `merge_stats`.
     """
     watch = Observer(Decoder(state.params), kinds)
-    return interpreted(model, state.params, watch, args, kwargs), watch.stats
+    return interpreted(model, state, watch, args, kwargs), watch.stats
 
 
 class Observer:
@@ -139,36 +145,49 @@ class Observer:
     ) -> None:
         self.inner = inner
         self.kinds = kinds
-        self.rows = rows or (lambda x: x.flatten(end_dim=-2))
+        self.rows = rows or flat_rows
         self.stats: Stats = {}
 
     def __call__(self, use: Use) -> Tensor:
         if use.x is not None and use.name in self.kinds:
             x = self.rows(use.x)
-            seen = {kind: KINDS[kind].measure(x) for kind in self.kinds[use.name]}
+            with torch.autocast(x.device.type, enabled=False):  # the forward's own is none of the statistics'
+                seen = {kind: KINDS[kind].measure(x) for kind in self.kinds[use.name]}
             self.stats = merge_stats(self.stats, {use.name: seen})
         return self.inner(use)
 
 
+def flat_rows(x: Tensor) -> Tensor:
+    """An input of a linear as `[tokens, in]`; one without a dimension of tokens is one row."""
+    return torch.atleast_2d(x).flatten(end_dim=-2)
+
+
 def merge_stats(a: Stats, b: Stats) -> Stats:
-    """The statistics of both sets of batches.
+    """The statistics of both sets of batches; outcomes of solves, which no batches have, are left out.
 
     >>> from ptq.numerics.stats import AbsMax
     >>> one, two = ({"w": {"absmax": AbsMax.measure(torch.tensor([[v]]))}} for v in (1.0, -3.0))
     >>> merge_stats(one, two)["w"]["absmax"].max
     tensor([3.])
     """
-    merged = {site: dict(kinds) for site, kinds in a.items()}
-    for site, kinds in b.items():
+    merged = measured(a)
+    for site, kinds in measured(b).items():
         mine = merged.setdefault(site, {})
         mine.update({kind: mine[kind].merge(value) if kind in mine else value for kind, value in kinds.items()})
     return merged
 
 
+def measured(stats: Stats) -> Stats:
+    """The statistics alone, without what solves reported of their weights."""
+    kept = {site: {k: v for k, v in kinds.items() if isinstance(v, Statistic)} for site, kinds in stats.items()}
+    return {site: kinds for site, kinds in kept.items() if kinds}
+
+
 def as_module(model: Model) -> nn.Module:
     """A stock module of its own with the same values, dense; tied parameters stay one parameter."""
     module = copy.deepcopy(model.module)
-    values = {name: nn.Parameter(_own(leaf), requires_grad=False) for name, leaf in model.params.items()}
+    params = unmapped(model.state)
+    values = {name: nn.Parameter(_own(leaf), requires_grad=False) for name, leaf in params.items()}
     for name, value in named(values, model.aliases).items():
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_parameter(leaf, value)

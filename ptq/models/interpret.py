@@ -59,6 +59,10 @@ class Reader(Protocol):
         ...
 
 
+After = Callable[[Any, Any, Any], None]
+"""given a function, all its arguments and what it returned"""
+
+
 class _Handle(NamedTuple):
     name: str
     replay: Callable[[Tensor], Tensor]
@@ -105,7 +109,7 @@ class Interpreter(TorchFunctionMode):
         handles: parameter name -> its handle, for as long as the interpreter lives.
         read: gives the value for a use; it may also observe the input, or wait.
         compressed: names that an unknown operation may not read; asked when it does.
-        made: told what every operation returns.
+        after: is shown every operation that ran.
     """
 
     def __init__(
@@ -113,24 +117,27 @@ class Interpreter(TorchFunctionMode):
         handles: Mapping[str, Tensor],
         read: Reader,
         compressed: Container[str] = frozenset(),
-        made: Callable[[Any], None] = lambda _: None,
+        after: After | None = None,
     ) -> None:
         super().__init__()
-        self.read = read
+        self.read, self.after = read, after
         self.compressed = compressed
-        self.made = made
         self.known = {id(h): _Handle(name, lambda value: value, False, h) for name, h in handles.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = self._run(func, args, kwargs or {})
-        self.made(result)
-        return result
+        kwargs = kwargs or {}
+        if func in META:
+            return func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
+        if self.after is not None:
+            self.after(func, (args, kwargs), out)
+        return out
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = [self.known[id(a)] for a in _flat((args, kwargs)) if id(a) in self.known]
-        if not found or func in META:
+        found = [self.known[id(a)] for a in flat((args, kwargs)) if id(a) in self.known]
+        if not found:
             return func(*args, **kwargs)
         if func in VIEWS and id(args[0]) in self.known and len(found) == 1:
             return self._derived(found[0], func, args[1:], kwargs)
@@ -139,13 +146,13 @@ class Interpreter(TorchFunctionMode):
             for operand in _SITES[func]:
                 if len(args) > operand.weight and id(args[operand.weight]) in self.known:
                     args = self._consume(operand, args)
-        self._refuse(func, (args, kwargs))
+        self._refuse(func, args, kwargs)
         return func(*self._values(args), **self._values(kwargs))
 
-    def _refuse(self, func: Any, arguments: Any) -> None:
+    def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is left in the arguments is read in a way that is not understood."""
-        for h in (self.known[id(a)] for a in _flat(arguments) if id(a) in self.known):
-            if _writes(func):
+        for h in (self.known[id(a)] for a in flat((args, kwargs)) if id(a) in self.known):
+            if _writes(func) and args and args[0] is h.keep:
                 raise Refused(f"{h.name}: {_called(func)} writes into this weight; a forward may only read its weights")
             if h.name in self.compressed:
                 raise Refused(
@@ -205,16 +212,16 @@ def _positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return args, rest
 
 
-def _flat(tree: Any) -> Iterator[Any]:
+def flat(tree: Any) -> Iterator[Any]:
     """Tensors anywhere in nested arguments."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from _flat(item)
+            yield from flat(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _flat(item)
+            yield from flat(item)
 
 
 def _called(func: Any) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ptq.base import Link, Params, Sites
 from ptq.models.call import functional, named, stand_ins
+from ptq.models.flow import Flow
 from ptq.models.interpret import Interpreter, Use
 from ptq.models.model import Model
 
@@ -39,7 +40,7 @@ class Trace(NamedTuple):
     norms: dict[str, str]
     """site -> the norm whose output it is, for sites that read a norm's"""
     choosing: frozenset[str]
-    """modules that read a matrix and return more than a tensor: routers, which choose by what they multiply"""
+    """linears whose numbers become an index: routers"""
     segments: tuple[Segment, ...]
 
 
@@ -57,9 +58,10 @@ def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
     {'0.weight': ('0.weight',), '2.weight': ('2.weight',)}
     """
     module = copy.deepcopy(model.module)
-    watch = _Watch(model.params, module)
+    flow = Flow((args, kwargs))
+    watch = _Watch(model.params, module, flow)
     handles = stand_ins(model.params)
-    with torch.no_grad(), Interpreter(handles, watch):
+    with torch.no_grad(), Interpreter(handles, watch, after=flow):
         functional(module, named(handles, model.aliases), args, kwargs)
     return Trace(
         sites={weights[0]: tuple(weights) for _, weights in watch.inputs.values()},
@@ -67,7 +69,7 @@ def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
         reads=dict(watch.reads),
         kinds=watch.kinds,
         norms=dict(watch.norms()),
-        choosing=frozenset(watch.choosing),
+        choosing=frozenset(flow.choosing),
         segments=tuple(_segments(model, watch.events)),
     )
 
@@ -96,8 +98,8 @@ def _is_block(module: nn.Module) -> bool:
 class _Watch:
     """The probe's reader: writes down each use and serves zeros."""
 
-    def __init__(self, params: Params, module: nn.Module) -> None:
-        self.params = params
+    def __init__(self, params: Params, module: nn.Module, flow: Flow) -> None:
+        self.params, self.flow = params, flow
         self.reads: Counter[str] = Counter()
         self.kinds: dict[str, str] = {}
         self.zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
@@ -107,15 +109,13 @@ class _Watch:
         self.outputs: dict[tuple[int, int], tuple[Tensor, str]] = {}  # a norm's output, kept alive, and the norm
         for path in blocks(module):
             module.get_submodule(path).register_forward_pre_hook(self._enter(path))
-        self.choosing: set[str] = set()
         for path, child in module.named_modules():
             if _is_norm(child):
                 child.register_forward_hook(self._leave(path))
-            if any(p.ndim == 2 for p in child.parameters(recurse=False)):
-                child.register_forward_hook(self._chooses(path))
 
     def __call__(self, use: Use) -> Tensor:
         name = use.name
+        self.flow.read(use)
         if not self.reads[name]:
             self.events.append(("read", name))
             self.kinds[name] = use.kind
@@ -130,9 +130,6 @@ class _Watch:
         # One tensor a shape, never written: the system backs it with its page of zeros. An expanded scalar would cost
         # less address space, and a copy of the weight's size at every product.
         return self.zeros.setdefault((leaf.shape, leaf.dtype), torch.zeros(leaf.shape, dtype=leaf.dtype))
-
-    def _chooses(self, path: str) -> Any:
-        return lambda _module, _args, out: None if isinstance(out, Tensor) else self.choosing.add(path)
 
     def norms(self) -> Iterator[tuple[str, str]]:
         for x, weights in self.inputs.values():

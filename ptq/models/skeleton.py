@@ -71,19 +71,15 @@ def from_module(module: nn.Module, tokenizer: Any = None) -> Model:
 
 
 def rebuilt(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same architecture's skeleton in another dtype.
+    """A copy of a skeleton in another dtype; whatever was edited in it stays edited.
 
-    A transformers model is built again from its class and config, so that buffers are computed in the new dtype and
-    not rounded twice; one that was edited since, or any other module, is copied and cast.
+    A buffer that is what its transformers class computes is computed again in the new dtype, so that it is not rounded
+    twice. Any other one is cast, to the dtype that the class has for it.
     """
-    if hasattr(module, "_from_config"):
-        fresh = from_config(type(module), module.config, dtype)
-        if _layout(fresh) == _layout(module):
-            fresh.__dict__.update({k: copy.deepcopy(v) for k, v in module.__dict__.items() if k == _CONVERSIONS})
-            for name, buffer in persistent_buffers(module).items():
-                _set_buffer(fresh, name, buffer.to(fresh.get_buffer(name).dtype, copy=True))
-            return fresh
-    return _checked(_copied(module).to(dtype))
+    made = _copied(module).to(dtype)
+    if hasattr(type(module), "_from_config"):
+        set_buffers(made, _recomputed(module, dtype))
+    return _checked(made)
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
@@ -114,7 +110,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def set_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Gives a private skeleton the persistent buffers that a checkpoint holds."""
+    """Gives a private skeleton other values for some of its buffers."""
     for name, value in values.items():
         _set_buffer(module, name, value)
 
@@ -167,8 +163,13 @@ def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module.get_submodule(owner), leaf, value)
 
 
-def _layout(module: nn.Module) -> tuple[list[tuple[str, type, int]], list[tuple[str, torch.Size]]]:
-    """Classes, hooks and shapes: what tells an edited module from the one its class builds."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks")
-    modules = [(name, type(m), sum(len(vars(m)[h]) for h in hooks)) for name, m in module.named_modules()]
-    return modules, [(name, p.shape) for name, p in module.named_parameters(remove_duplicate=False)]
+def _recomputed(module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The buffers that the module's class has, as they are in another dtype."""
+    fresh = {d: buffers(from_config(type(module), module.config, d)) for d in {module.dtype, dtype}}
+    was, new = fresh[module.dtype], fresh[dtype]
+    own = {name: buffer for name, buffer in buffers(module).items() if name in new}
+    return {n: new[n] if _equal(b, was[n]) else b.to(new[n].dtype) for n, b in own.items()}
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.cpu(), b)

@@ -92,11 +92,12 @@ def qparams(
     grid, low, high = scheme.grid, low.clamp(max=0), high.clamp(min=0)
     levels = grid.high - grid.low
     scale = torch.maximum(-low, high) / (levels / 2) if scheme.symmetric else (high - low) / levels
-    scale = torch.where(scale.to(dtype) == 0, torch.finfo(dtype).eps, scale)
+    scale = scale.to(dtype)
+    scale = torch.where(scale == 0, torch.finfo(dtype).eps, scale)
     if scheme.symmetric:
-        return scale.to(dtype), None
-    zero = (grid.low - low / scale).round().clamp(grid.low, grid.high)
-    return scale.to(dtype), grid.encode(zero)
+        return scale, None
+    zero = (grid.low - low / scale.to(low.dtype)).round().clamp(grid.low, grid.high)
+    return scale, grid.encode(zero)
 
 
 def quantize(w: Weight, scale: Scale, zero: Num[Tensor, "*e rows groups"] | None, grid: Grid) -> Quantized:

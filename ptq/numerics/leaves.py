@@ -149,7 +149,13 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def linear(x: Tensor, leaf: Leaf, bias: Tensor | None = None) -> Tensor:
-    """`x @ dense(leaf).T + bias`: the place where a fast kernel may be put."""
+    """`x @ dense(leaf).T + bias`: what a leaf means where it is a linear's weight, for code of one's own.
+
+    A model's own forward does not come here: `ptq.call` decodes a leaf where an operation of the model reads it.
+
+    >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+    tensor([[11.]])
+    """
     return F.linear(x, dense(leaf), bias)
 
 

@@ -40,6 +40,9 @@ def reduces(how: Reduce) -> Any:
 class Statistic:
     """The shared part: `merge` from the declarations, `update` as merge with a measurement."""
 
+    kind: ClassVar[str]
+    """the name that transforms ask for it by"""
+
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
         """The neutral element for inputs of `features`, as expanded scalars: it costs no memory."""
@@ -82,7 +85,7 @@ class Gram(Statistic):
     """`[*e, in, in]`"""
     count: Tensor = reduces(Reduce.SUM)
     """`[*e]`: rows seen"""
-    needs: ClassVar[str] = "gram"
+    kind: ClassVar[str] = "gram"
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
@@ -105,7 +108,7 @@ class SecondMoment(Statistic):
 
     sum: Tensor = reduces(Reduce.SUM)
     count: Tensor = reduces(Reduce.SUM)
-    needs: ClassVar[str] = "second_moment"
+    kind: ClassVar[str] = "second_moment"
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
@@ -125,7 +128,7 @@ class AbsMax(Statistic):
 
     max: Tensor = reduces(Reduce.MAX)
     count: Tensor = reduces(Reduce.SUM)
-    needs: ClassVar[str] = "absmax"
+    kind: ClassVar[str] = "absmax"
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
@@ -145,7 +148,7 @@ class AbsMean(Statistic):
 
     sum: Tensor = reduces(Reduce.SUM)
     count: Tensor = reduces(Reduce.SUM)
-    needs: ClassVar[str] = "absmean"
+    kind: ClassVar[str] = "absmean"
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
@@ -166,7 +169,7 @@ class Range(Statistic):
     min: Tensor = reduces(Reduce.MIN)
     max: Tensor = reduces(Reduce.MAX)
     count: Tensor = reduces(Reduce.SUM)
-    needs: ClassVar[str] = "range"
+    kind: ClassVar[str] = "range"
 
     @classmethod
     def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
@@ -188,7 +191,7 @@ class Range(Statistic):
         )
 
 
-KINDS: dict[str, type[Statistic]] = {kind.needs: kind for kind in (Gram, SecondMoment, AbsMax, AbsMean, Range)}
+KINDS: dict[str, type[Statistic]] = {cls.kind: cls for cls in (Gram, SecondMoment, AbsMax, AbsMean, Range)}
 
 
 def accumulated(x: Tensor) -> Tensor:

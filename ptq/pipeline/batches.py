@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ptq.errors import BadInput
+from ptq.models.call import flat_rows
 from ptq.models.model import Model
 from ptq.pipeline.place import Place
 from ptq.pipeline.spine import Batch
@@ -25,7 +26,9 @@ def micro_batches(model: Model, batches: Iterable[Any], batch_size: int | None =
         model: its forward's signature is looked at.
         batches: token ids, `[tokens]` or `[samples, tokens]`, or mappings of keyword arguments such as a processor's
             output; or one tensor of samples. Samples of equal length are put together, so that nothing is padded.
-        batch_size: samples in a micro-batch; default: as many as make about 4,096 tokens.
+        batch_size: samples in a micro-batch; default: as many as make about 4,096 tokens. A mapping is cut where
+            samples run along dimension 0 of all its tensors, and stays whole where these do not agree on how many
+            there are (images as one list of patches); so does a tensor that is no token ids.
 
     Raises:
         BadInput: there is no batch, or one is neither a tensor nor a mapping.
@@ -38,7 +41,7 @@ def micro_batches(model: Model, batches: Iterable[Any], batch_size: int | None =
     for i, batch in enumerate(batches):
         if isinstance(batch, Mapping):
             _check_mask(i, batch)
-            made.append(Batch((), {**batch, **fixed}))
+            made += [Batch((), {**part, **fixed}) for part in _cut(batch, batch_size)]
         elif isinstance(batch, Tensor) and _is_ids(model, batch):
             for row in batch.reshape(-1, batch.shape[-1]):
                 rows.setdefault(len(row), []).append(row)
@@ -67,8 +70,32 @@ def _is_ids(model: Model, batch: Tensor) -> bool:
 
 
 def _stacked(rows: list[Tensor], batch_size: int | None) -> Iterator[Tensor]:
-    size = batch_size or max(1, _TOKENS // max(1, len(rows[0])))
+    size = batch_size or _default_size(len(rows[0]))
     return (torch.stack(rows[i : i + size]) for i in range(0, len(rows), size))
+
+
+def _default_size(length: int) -> int:
+    return max(1, _TOKENS // max(1, length))
+
+
+def _cut(batch: Mapping[str, Any], batch_size: int | None) -> list[Mapping[str, Any]]:
+    samples, ids = _samples(batch), batch.get("input_ids")
+    if samples is None:
+        return [batch]
+    size = batch_size or (_default_size(ids.shape[1]) if isinstance(ids, Tensor) else samples)
+    return [_part(batch, slice(i, i + size)) for i in range(0, samples, size)] if samples > size else [batch]
+
+
+def _samples(batch: Mapping[str, Any]) -> int | None:
+    """How many samples run along dimension 0 of all tensors; None where that cannot be told."""
+    tensors = [v for v in batch.values() if isinstance(v, Tensor)]
+    plain = all(v is None or isinstance(v, (Tensor, bool, int, float, str)) for v in batch.values())
+    sizes = {len(t) if t.ndim >= 2 else None for t in tensors}
+    return sizes.pop() if plain and len(sizes) == 1 else None
+
+
+def _part(batch: Mapping[str, Any], at: Any) -> dict[str, Any]:
+    return {name: v[at] if isinstance(v, Tensor) else v for name, v in batch.items()}
 
 
 def _fixed(model: Model) -> dict[str, Any]:
@@ -81,12 +108,16 @@ def _fixed(model: Model) -> dict[str, Any]:
 
 
 def few_tokens(batch: Batch) -> Batch:
-    """The start of a batch of token ids, for a probe; a batch that holds more than ids is taken whole."""
-    ids = batch.kwargs.get("input_ids")
-    others = [v for k, v in batch.kwargs.items() if k != "input_ids" and isinstance(v, Tensor)]
-    if not isinstance(ids, Tensor) or others:
+    """The start of a batch, for a probe: its first sample, where samples can be told apart.
+
+    Of that the first tokens, where there is no more than ids, and masks that hide none of these.
+    """
+    if _samples(batch.kwargs) is None:
         return batch
-    return batch._replace(kwargs={**batch.kwargs, "input_ids": ids[:1, :8]})
+    first = batch._replace(kwargs=_part(batch.kwargs, slice(1)))
+    few = batch._replace(kwargs=_part(first.kwargs, (slice(1), slice(8))))
+    shapes = {v.shape for v in first.kwargs.values() if isinstance(v, Tensor)}
+    return few if "input_ids" in first.kwargs and len(shapes) == 1 and row_mask(few) is None else first
 
 
 def at(batch: Batch, place: Place) -> Batch:
@@ -104,5 +135,5 @@ def row_mask(batch: Batch) -> Tensor | None:
 
 def rows(x: Tensor, mask: Tensor | None) -> Tensor:
     """An input as `[tokens, in]`, without masked tokens. Inputs of other lengths (a vision tower's) have no mask."""
-    flat = x.detach().flatten(end_dim=-2)
+    flat = flat_rows(x.detach())
     return flat[mask] if mask is not None and len(mask) == len(flat) else flat

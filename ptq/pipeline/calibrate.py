@@ -14,7 +14,7 @@ from torch import nn
 
 from ptq.base import Stats
 from ptq.errors import BadInput
-from ptq.models.call import Decoder, Observer, interpreted, merge_stats
+from ptq.models.call import Decoder, Observer, interpreted, measured, merge_stats
 from ptq.models.model import Model
 from ptq.models.probe import probe
 from ptq.models.skeleton import from_module
@@ -22,7 +22,7 @@ from ptq.numerics.stats import KINDS
 from ptq.pipeline.batches import at, few_tokens, micro_batches, row_mask, rows
 from ptq.pipeline.place import computed, resolve
 from ptq.pipeline.plan import label_table
-from ptq.pipeline.weights import refuse_not_finite
+from ptq.pipeline.weights import refuse_not_finite, refuse_unmeasured
 
 
 def calibrate(
@@ -48,7 +48,7 @@ def calibrate(
         Site -> kind -> statistic, each stored once for all weights that read the same tensor.
 
     Raises:
-        BadInput: a kind is unknown, or there is no data.
+        BadInput: a kind is unknown, or there is no data, or all of it is masked.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     >>> stats = calibrate(net, [torch.ones(3, 2)], ["absmax"])
@@ -71,19 +71,20 @@ def calibrate(
         mask = row_mask(batch)
         decode = Decoder(source.params, place.cast)  # a weight at a time, so that a model of any size can be measured
         watch = Observer(decode, dict.fromkeys(wanted, tuple(kinds)), lambda x, mask=mask: rows(x, mask))
-        with torch.no_grad():
-            interpreted(computing, source.params, watch, batch.args, batch.kwargs, place)
+        with torch.no_grad(), place.alone():
+            interpreted(computing, source.state, watch, batch.args, batch.kwargs, place)
         stats = merge_stats(stats, watch.stats)
+    refuse_unmeasured(stats)
     refuse_not_finite(stats)
     return stats
 
 
 def save_stats(stats: Stats, path: str | Path) -> None:
-    """Writes statistics to a safetensors file, which appears whole or not at all."""
+    """Writes statistics to a safetensors file, which appears whole or not at all; outcomes of solves are left out."""
     target = Path(path)
     tensors = {
         f"{site}/{kind}/{f.name}": getattr(statistic, f.name).contiguous()
-        for site, seen in stats.items()
+        for site, seen in measured(stats).items()
         for kind, statistic in seen.items()
         for f in fields(statistic)
     }

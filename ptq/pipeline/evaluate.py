@@ -42,7 +42,7 @@ def perplexity(
         batch_size: samples in a forward; default: about 4,096 tokens.
 
     Raises:
-        BadInput: there is nothing to predict, the model has no logits, or they are NaN or infinite.
+        BadInput: there is nothing to predict, the model has no logits, or they are not finite or enormous.
     """
     place = resolve(device, compute_dtype, model)
     computing = computed(model, place)
@@ -56,13 +56,17 @@ def perplexity(
         raise BadInput("perplexity: no position to predict; give windows of at least 2 tokens")
     if not math.isfinite(loss):
         raise BadInput(f"{type(model.module).__name__}: its logits are NaN or infinite; look at its weights")
-    return math.exp(loss / count)
+    try:
+        return math.exp(loss / count)
+    except OverflowError:
+        where = f"{type(model.module).__name__}: a mean loss of {loss / count:.0f}"
+        raise BadInput(f"{where} is beyond what a perplexity can say; look at its weights") from None
 
 
 def _logits(model: Model, batch: Batch, place: Place) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), place.alone():
         decode = Decoder(model.params, place.cast)
-        out = interpreted(model, model.params, decode, batch.args, batch.kwargs, place)
+        out = interpreted(model, model.state, decode, batch.args, batch.kwargs, place)
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor):
         raise BadInput(f"{type(model.module).__name__}: its output has no logits; perplexity needs a language model")

@@ -92,7 +92,7 @@ class Live:
         self._foreign = {t.untyped_storage().data_ptr() for t in foreign}
         self._made: list[weakref.ref[Tensor]] = []
 
-    def note(self, result: Any) -> None:
+    def note(self, func: Any, arguments: Any, result: Any) -> None:
         """Notes what an operation returned."""
         self._made += [weakref.ref(t) for t in _tensors(result)]
 

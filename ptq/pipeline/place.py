@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,6 +29,12 @@ class Place(NamedTuple):
         """A parameter as it is computed with."""
         dtype = self.dtype if self.dtype and value.is_floating_point() else value.dtype
         return value.to(device=self.device, dtype=dtype)
+
+    @contextmanager
+    def alone(self) -> Generator[None]:
+        """Computes in the dtypes that are asked for, whatever autocast the caller is in."""
+        with torch.autocast("cpu", enabled=False), torch.autocast(self.device.type, enabled=False):
+            yield
 
 
 def computed(model: Model, place: Place) -> Model:
@@ -63,6 +71,8 @@ def _device(choice: str | torch.device) -> torch.device:
 
 def _dtype(choice: str | torch.dtype, model: Model, device: torch.device) -> torch.dtype | None:
     if isinstance(choice, torch.dtype):
+        if not choice.is_floating_point or choice.itemsize == 1:
+            raise BadInput(f"compute dtype {choice}: expected floats of 16 bits or more")
         return choice
     if choice != "auto" and choice not in DTYPES:
         raise BadInput(f"compute dtype {choice!r}: expected auto or one of {', '.join(DTYPES)}")

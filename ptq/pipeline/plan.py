@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ptq.base import Clause, Link, Params, Sites, Stage, State, Transform
 from ptq.errors import BadInput
+from ptq.models.call import named, unmapped
 from ptq.models.model import Model
 from ptq.models.naming import names_in_files
 from ptq.models.probe import Segment, Trace, links, probe
-from ptq.numerics.leaves import Leaf, Transposed, compressed
+from ptq.models.towers import towers
+from ptq.numerics.leaves import Leaf, Transposed
+from ptq.pipeline.foresee import abstract, foreseen
 from ptq.pipeline.spine import Batch
 from ptq.targeting import Labels, label, select
 
@@ -39,7 +42,7 @@ class Plan(NamedTuple):
     trace: Trace
     segments: tuple[Segment, ...]
     untied: tuple[str, ...]
-    """names that were aliases and are parameters now"""
+    """names on both sides of ties that hold no more"""
 
 
 def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
@@ -48,8 +51,6 @@ def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
     Raises:
         BadInput: a target matches nothing, a weight has the wrong shape or is compressed already, ...
     """
-    if model.state.maps:
-        raise BadInput(f"activation maps ({next(iter(model.state.maps))}) are not run by this version")
     loose = _untied(model)
     trace = probe(loose, *example.args, **example.kwargs)
     table = label_table(loose, trace)
@@ -57,17 +58,17 @@ def make_plan(model: Model, stages: Sequence[Stage], example: Batch) -> Plan:
     taken = {name for stage in chosen for _, names in stage for name in names}
     settled = _settled(model, taken)
     found = links(loose, trace) if any("links" in t.needs for stage in stages for t in stage) else ()
-    members = tuple(tuple(_member(t, names, settled, trace, found) for t, names in stage) for stage in chosen)
+    members = tuple(_members(chosen, settled, trace, found))
     segments = tuple(s for s in (_present(s, settled.params) for s in trace.segments) if s.params)
-    untied = tuple(n for n in settled.params if n not in model.params)
-    return Plan(settled, members, trace, segments, untied)
+    return Plan(settled, members, trace, segments, _loosened(model, settled))
 
 
 def label_table(model: Model, trace: Trace) -> dict[str, Labels]:
     """What patterns are compared with, for every matrix the model reads, in parameter order."""
     classes = {path: type(m).__name__ for path, m in model.module.named_modules()}
-    inside = {name for s in trace.segments if s.module is not None for name in s.params}
-    linear = {w for ws in trace.sites.values() for w in ws if w.rpartition(".")[0] not in trace.choosing}
+    beside = towers(model.module)
+    inside = {n for s in trace.segments if s.module is not None and s.module not in beside for n in s.params}
+    linear = {w for ws in trace.sites.values() for w in ws if w not in trace.choosing}
     stored = names_in_files(model.module, {n: leaf.shape for n, leaf in model.params.items()})
     return {
         name: label(name, classes, default=name in inside and name in linear, others=stored.get(name, ()))
@@ -86,8 +87,7 @@ def _oriented(leaf: Leaf) -> Leaf:
 
 
 def _untied(model: Model) -> Model:
-    params = {**model.params, **{alias: model.params[name] for alias, name in model.aliases.items()}}
-    return replace(model, state=model.state._replace(params=params), aliases={})
+    return replace(model, state=State(named(unmapped(model.state), model.aliases)), aliases={})
 
 
 def _settled(model: Model, taken: set[str]) -> Model:
@@ -97,11 +97,36 @@ def _settled(model: Model, taken: set[str]) -> Model:
     return replace(model, state=model.state._replace(params=params), aliases=aliases)
 
 
+def _loosened(before: Model, after: Model) -> tuple[str, ...]:
+    sides = {name for pair in before.aliases.items() if pair[0] not in after.aliases for name in pair}
+    return tuple(name for name in after.params if name in sides)
+
+
 def _present(segment: Segment, params: Params) -> Segment:
     return segment._replace(params=tuple(n for n in segment.params if n in params))
 
 
-def _member(t: Transform, names: Sequence[str], model: Model, trace: Trace, found: tuple[Link, ...]) -> Member:
+Chosen = Sequence[tuple[Transform, list[str]]]
+"""a stage's transforms, with the weights that each takes"""
+
+
+def _members(
+    chosen: Sequence[Chosen], model: Model, trace: Trace, found: tuple[Link, ...]
+) -> Iterator[tuple[Member, ...]]:
+    """Each stage's members in the order in which they act, each asked about what those before it will have made."""
+    left = Counter(name for stage in chosen for _, names in stage for name in names)
+    params = _abstract(model.params, left, trace)
+    for stage in chosen:
+        members: list[Member] = []
+        for t, names in sorted(stage, key=lambda pair: pair[0].kind == "solve"):
+            members.append(_member(t, names, params, trace, found))
+            left.subtract(names)
+            again = [name for name in names if left[name]]
+            params |= foreseen(t, params, again, **extras(members[-1], 0, "", members[-1].links))
+        yield tuple(members)
+
+
+def _member(t: Transform, names: Sequence[str], params: Params, trace: Trace, found: tuple[Link, ...]) -> Member:
     if t.scope == "model" or t.needs - {"links", "key"}:
         raise BadInput(f"{t.name}: scope {t.scope!r} with extras {sorted(t.needs)} is not supported by this version")
     wanted = set(names)
@@ -111,7 +136,7 @@ def _member(t: Transform, names: Sequence[str], model: Model, trace: Trace, foun
     _refuse_outside(t, sites, trace)
     linked = tuple(_whole(k, wanted, t) for k in found if wanted & set(k.sinks)) if "links" in t.needs else ()
     given = {"links": linked} if "links" in t.needs else {}
-    stats = t.init(State(_abstract(model.params, names, trace)), sites, **given)
+    stats = t.init(State({n: params[n] for n in names}), sites, **given)
     for site in (s for s in stats if s not in trace.sites):
         raise BadInput(f"{site}: {t.name} needs to see its input, but no linear reads it; use a method without data")
     return Member(t, sites, {site: tuple(kinds) for site, kinds in stats.items()}, linked)
@@ -132,15 +157,15 @@ def _whole(link: Link, wanted: set[str], t: Transform) -> Link:
     return link
 
 
-def _abstract(params: Params, names: Sequence[str], trace: Trace) -> Params:
-    """Shapes without values; compressed leaves as they are, so that a transform can refuse them."""
+def _abstract(params: Params, names: Iterable[str], trace: Trace) -> Params:
+    """Shapes without values, as transforms take them; what is compressed stays so, so that they can refuse it."""
     return oriented_params({n: _shape_only(n, params[n]) for n in names}, trace.transposed)
 
 
 def _shape_only(name: str, leaf: Leaf) -> Leaf:
     if len(leaf.shape) not in (2, 3):
         raise BadInput(f"{name}: shape {tuple(leaf.shape)}; only matrices and stacks of them can be compressed yet")
-    return leaf if compressed(leaf) else torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return abstract(leaf)
 
 
 def stage_sites(members: Sequence[Member]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -30,7 +30,8 @@ def refuse_change(old: Any, new: Any, args: Sequence[Any], params: Params, who: 
         BadInput: the outputs differ by more than the limit.
     """
     x = args[0] if args and isinstance(args[0], Tensor) else None
-    change = max((_relative(a, b, x) for a, b in zip(floats(old), floats(new), strict=True)), default=0.0)
+    changes = [_relative(a, b, x) for a, b in zip(floats(old), floats(new), strict=True)]
+    change = float(torch.tensor([0.0, *changes]).max())  # which a NaN wins, wherever it stands
     limit = max(1e-4, 4 * max(torch.finfo(leaf.dtype).eps for leaf in params.values()))
     if not change <= limit:
         raise BadInput(

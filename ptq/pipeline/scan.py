@@ -127,7 +127,8 @@ class _Pass:
         for i, segment in enumerate(self.left):
             self._begin(segment)
             self.weights.begin_block(name for s in self.left[i + 1 : i + 2] for name in s.params)
-            self.runner.solve_segment(segment)
+            with self.job.place.alone():
+                self.runner.solve_segment(segment)
             yield self.runner.finished(segment)
             self._finish(segment)
 
@@ -153,17 +154,21 @@ class _Pass:
                 if place[here] > begun and left:
                     begun = place[here]
                     self._begin(here)
-                arrived = spine.waiting[stop]
-                if stop.rank == 1:
-                    runner.solve_site(stop.name, arrived)
-                else:
-                    solved = set(runner.enter(here, arrived))
-                    spine.skip(s for s in self._stops.values() if s.name in solved)
+                self._work(spine, stop, here)
                 if not runner.todo:
                     break
         for segment in left:
             yield runner.finished(segment)
             self._finish(segment)
+
+    def _work(self, spine: Spine, stop: Stop, here: Segment) -> None:
+        arrived = spine.waiting[stop]
+        with self.job.place.alone():
+            if stop.rank == 1:
+                self.runner.solve_site(stop.name, arrived)
+            else:
+                solved = set(self.runner.enter(here, arrived))
+                spine.skip(s for s in self._stops.values() if s.name in solved)
 
     def _spine(self, at: Mapping[str, Segment]) -> Spine:
         plan, weights, place = self.job.plan, self.weights, self.job.place
@@ -171,7 +176,8 @@ class _Pass:
         entries = {path: Stop(min(order[n] for n in s.params), 0, path) for path, s in at.items()}
         module = computed(plan.model, place).module
         self.runner.module = module
-        self.runner.solve_tables()
+        with place.alone():
+            self.runner.solve_tables()
         handles, aliases = stand_ins(plan.model.params, place.dtype, place.device), plan.model.aliases
         batches, offload = self.job.batches, self.job.offload
         return Spine(module, handles, aliases, batches, weights, self._stops, entries, weights, offload)

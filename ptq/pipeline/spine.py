@@ -220,5 +220,5 @@ class Spine:
                     self._park(i, self._sites[use.name], use.x, live)
             return live.lend(self._read(use)) if live else self._read(use)
 
-        with torch.no_grad(), Interpreter(self._handles, read, self._lossy, *([live.note] if live else [])):
+        with torch.no_grad(), Interpreter(self._handles, read, self._lossy, live.note if live else None):
             functional(module, self._names, batch.args, batch.kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ptq.base import Link, Params, Sites, State, Stats, Transform, oriented
 from ptq.errors import BadInput
-from ptq.numerics.leaves import Transposed, compressed, dense
+from ptq.numerics.leaves import Leaf, Transposed, compressed, dense
 from ptq.numerics.stats import Statistic, accumulated
 
 
@@ -30,7 +30,9 @@ def fold_norms() -> Transform:
         {'norm.weight': tensor([1., 1.]), 'a.weight': tensor([[2.0000, 0.5000]])}
     """
 
-    def init(state: State, sites: Sites, **extra: Any) -> Stats:
+    def init(state: State, sites: Sites, *, links: tuple[Link, ...] = (), **extra: Any) -> Stats:
+        for sink in (sink for link in links for sink in link.sinks):
+            _refuse_compressed(sink, state.params[sink])
         return {}
 
     def apply(
@@ -58,11 +60,15 @@ def _folded(params: Params, link: Link, a: Tensor) -> Params:
     if bias in params:
         changed[bias] = (accumulated(dense(params[bias])) / a).to(params[bias].dtype)
     for sink in link.sinks:
-        if compressed(params[sink]):
-            raise BadInput(f"{sink}: is compressed already; fold norms before anything lossy")
+        _refuse_compressed(sink, params[sink])
         w = (accumulated(dense(oriented(params[sink]))) * a).to(params[sink].dtype)
         changed[sink] = Transposed(w) if isinstance(params[sink], Transposed) else w
     return {**params, **changed}
+
+
+def _refuse_compressed(name: str, leaf: Leaf) -> None:
+    if compressed(leaf):
+        raise BadInput(f"{name}: is compressed already; fold norms before anything lossy")
 
 
 def _moved(stats: Stats, sites: Sites, link: Link, a: Tensor) -> Stats:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from laws.shared import IN, OUT, identical, leaf, untouched
+from ptq._tree import tensors, tree_map
 from ptq.base import State, Transform
 from ptq.errors import BadInput
 from ptq.numerics.lazy import Lazy
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, dense, take
+from ptq.pipeline.foresee import abstract, foreseen
 from strategies import correlated, randn
 
 
@@ -54,6 +56,14 @@ def declares_from_shapes_alone(make: Callable[[], Transform]) -> None:
     x = correlated(1, 64, IN, dtype=torch.float32)
     for zero in declared.get("a.weight", {}).values():
         assert identical(zero.update(x), type(zero).measure(x))
+
+
+def is_foreseen_from_shapes(make: Callable[[], Transform]) -> None:
+    w = randn(0, OUT, IN, dtype=torch.float32)
+    got = foreseen(make(), {"a.weight": abstract(w)}, ["a.weight"])["a.weight"]
+    assert all(t.is_meta for t in tensors(got))
+    nothing = tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype), (got, solved(make(), w, correlated(1, 64, IN))))
+    assert identical(*nothing)
 
 
 def treats_stacked_experts_one_by_one(make: Callable[[], Transform]) -> None:
