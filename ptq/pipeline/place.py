@@ -50,9 +50,9 @@ def resolve(device: str | torch.device, compute_dtype: str | torch.dtype, model:
 
 def _device(choice: str | torch.device) -> torch.device:
     if choice == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.empty(0, device=choice).device
+        device = torch.empty(0, device=choice).device  # with its index, as tensors there have it
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise BadInput(f"device {str(choice)!r} cannot be used: {reason}") from None
