@@ -236,6 +236,7 @@ def oriented(leaf: Leaf) -> Leaf:
 
 
 def zeros(kinds: Sequence[str], leaf: Leaf) -> dict[str, Statistic]:
-    """Neutral statistics for the input of a weight."""
+    """Neutral statistics for the input of a weight, on its device: on the CPU where it has no values."""
     *experts, _, features = oriented(leaf).shape
-    return {kind: KINDS[kind].zero(features, experts=tuple(experts)) for kind in kinds}
+    device = "cpu" if leaf.device.type == "meta" else leaf.device
+    return {kind: KINDS[kind].zero(features, experts=tuple(experts), device=device) for kind in kinds}

@@ -62,9 +62,9 @@ def interpreted(
     read: Reader,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    place: tuple[torch.device | str, torch.dtype | None] = ("cpu", None),
+    place: tuple[torch.device | str | None, torch.dtype | None] = (None, None),
 ) -> Any:
-    """One forward in which `read` serves every parameter, on a device and in a dtype if one is given."""
+    """One forward in which `read` serves every parameter, on another device and in another dtype if these are given."""
     params, (device, dtype) = unmapped(state), place
     handles = stand_ins(params, dtype, device)
     lossy = frozenset(name for name, leaf in params.items() if compressed(leaf))
@@ -88,11 +88,11 @@ def named(params: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, An
 
 
 def stand_ins(
-    params: Params, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    params: Params, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
-    """A handle for every parameter, of its own dtype or of the one that is computed in."""
+    """A handle for every parameter: of its own dtype and device, or of those that are computed in."""
     return {
-        name: handle(leaf.shape, dtype if dtype and leaf.dtype.is_floating_point else leaf.dtype, device)
+        name: handle(leaf.shape, dtype if dtype and leaf.dtype.is_floating_point else leaf.dtype, device or leaf.device)
         for name, leaf in params.items()
     }
 

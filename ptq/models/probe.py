@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ptq.base import Link, Params, Sites
 from ptq.models.call import functional, named, stand_ins
 from ptq.models.flow import Flow
 from ptq.models.interpret import Interpreter, Use
 from ptq.models.model import Model
+from ptq.models.skeleton import buffers, set_buffers
 
 
 class Segment(NamedTuple):
@@ -47,6 +49,8 @@ class Trace(NamedTuple):
 def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
     """Runs one small batch through the model with zeros for weights; reads no weight and costs no memory.
 
+    It runs on the CPU, wherever the batch and the model's buffers are: this is little work, and no device is needed.
+
     Args:
         model: its leaves' shapes are all that is used of the parameters.
         *args: a batch of a few tokens; what it does not reach is not in the trace's sites.
@@ -58,9 +62,11 @@ def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
     {'0.weight': ('0.weight',), '2.weight': ('2.weight',)}
     """
     module = copy.deepcopy(model.module)
+    set_buffers(module, {name: b.cpu() for name, b in buffers(module).items()})
+    args, kwargs = pytree.tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
     flow = Flow((args, kwargs))
     watch = _Watch(model.params, module, flow)
-    handles = stand_ins(model.params)
+    handles = stand_ins(model.params, device="cpu")
     with torch.no_grad(), Interpreter(handles, watch, after=flow):
         functional(module, named(handles, model.aliases), args, kwargs)
     return Trace(

@@ -64,7 +64,7 @@ def from_module(module: nn.Module, tokenizer: Any = None) -> Model:
             f"{type(module).__name__}: parameter {meta[0]} and {len(meta) - 1} others have no values (meta device); "
             "load the model without offloading, or open its directory"
         )
-    skeleton = _checked(_copied(module))
+    skeleton = _checked(copied(module))
     tied = aliases(skeleton)
     params = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False) if n not in tied}
     return Model(skeleton, State(params), tied, getattr(skeleton, "config", None), tokenizer)
@@ -76,7 +76,7 @@ def rebuilt(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     A buffer that is what its transformers class computes is computed again in the new dtype, so that it is not rounded
     twice. Any other one is cast, to the dtype that the class has for it.
     """
-    made = _copied(module).to(dtype)
+    made = copied(module, dtype)
     if hasattr(type(module), "_from_config"):
         set_buffers(made, _recomputed(module, dtype))
     return _checked(made)
@@ -136,10 +136,15 @@ def remember_conversions(skeleton: nn.Module, conversions: list[Any]) -> None:
 _CONVERSIONS = "_weight_conversions"
 
 
-def _copied(module: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in module.parameters()
-    }
+def copied(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy without weights, in another dtype if one is given."""
+
+    def own(t: Tensor) -> torch.dtype:
+        return dtype if dtype and t.is_floating_point() else t.dtype
+
+    memo: dict[int, Any] = {id(b): b.to(own(b), copy=True) for b in module.buffers()}
+    for p in module.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, dtype=own(p), device="meta"), requires_grad=False)
     return copy.deepcopy(module, memo)
 
 

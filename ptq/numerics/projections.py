@@ -127,8 +127,8 @@ def prune(pattern: Pattern, preserve: bool = False, block: int = 128) -> Project
 
 
 def keep(mask: Mask, pattern: Pattern | None = None) -> Projection:
-    """A mask that is decided already."""
-    return Projection(lambda w, importance: mask.expand(w.shape), _masked, _sparse(pattern))
+    """A mask that is decided already; it follows the weight to its device."""
+    return Projection(lambda w, importance: mask.to(w.device).expand(w.shape), _masked, _sparse(pattern))
 
 
 def then(first: Projection, second: Projection) -> Projection:

@@ -7,7 +7,7 @@ is accumulated in float32, or in float64 where the inputs are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Self
@@ -32,9 +32,9 @@ class Reduce(Enum):
         return {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}[self.value]
 
 
-def reduces(how: Reduce) -> Any:
-    """Declares a statistic's field."""
-    return field(metadata={"reduce": how})
+def reduces(how: Reduce, features: int = 0, neutral: float = 0) -> Any:
+    """Declares a statistic's field: how it merges, its dimensions `in` behind `*e`, and what it is of no rows."""
+    return field(metadata={"reduce": how, "features": features, "neutral": neutral})
 
 
 class Statistic:
@@ -44,9 +44,22 @@ class Statistic:
     """the name that transforms ask for it by"""
 
     @classmethod
-    def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
+    def zero(
+        cls,
+        features: int,
+        *,
+        experts: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Self:
         """The neutral element for inputs of `features`, as expanded scalars: it costs no memory."""
-        raise NotImplementedError
+
+        def neutral(declared: Mapping[str, Any]) -> Tensor:
+            shape = (*experts, *(features,) * declared["features"])
+            number = dtype if declared["features"] else torch.int64
+            return torch.full((), declared["neutral"], dtype=number, device=device).expand(shape)
+
+        return cls(*(neutral(f.metadata) for f in fields(cls)))  # type: ignore[arg-type]  # subclasses are nodes
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -81,15 +94,11 @@ class Gram(Statistic):
             [14., 20.]])
     """
 
-    sum: Tensor = reduces(Reduce.SUM)
+    sum: Tensor = reduces(Reduce.SUM, features=2)
     """`[*e, in, in]`"""
     count: Tensor = reduces(Reduce.SUM)
     """`[*e]`: rows seen"""
     kind: ClassVar[str] = "gram"
-
-    @classmethod
-    def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        return cls(_zeros((*experts, features, features), dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -106,13 +115,9 @@ class Gram(Statistic):
 class SecondMoment(Statistic):
     """The Gram matrix's diagonal, `sum x_j^2`: what Wanda needs, at the cost of one pass."""
 
-    sum: Tensor = reduces(Reduce.SUM)
+    sum: Tensor = reduces(Reduce.SUM, features=1)
     count: Tensor = reduces(Reduce.SUM)
     kind: ClassVar[str] = "second_moment"
-
-    @classmethod
-    def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        return cls(_zeros((*experts, features), dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -126,13 +131,9 @@ class SecondMoment(Statistic):
 class AbsMax(Statistic):
     """`max |x_j|` per feature."""
 
-    max: Tensor = reduces(Reduce.MAX)
+    max: Tensor = reduces(Reduce.MAX, features=1)
     count: Tensor = reduces(Reduce.SUM)
     kind: ClassVar[str] = "absmax"
-
-    @classmethod
-    def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        return cls(_zeros((*experts, features), dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -146,13 +147,9 @@ class AbsMax(Statistic):
 class AbsMean(Statistic):
     """`sum |x_j|` per feature; the mean is `sum / count`, taken when it is used."""
 
-    sum: Tensor = reduces(Reduce.SUM)
+    sum: Tensor = reduces(Reduce.SUM, features=1)
     count: Tensor = reduces(Reduce.SUM)
     kind: ClassVar[str] = "absmean"
-
-    @classmethod
-    def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        return cls(_zeros((*experts, features), dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -166,15 +163,10 @@ class AbsMean(Statistic):
 class Range(Statistic):
     """Least and largest value per feature; of no rows: +inf and -inf, the empty range."""
 
-    min: Tensor = reduces(Reduce.MIN)
-    max: Tensor = reduces(Reduce.MAX)
+    min: Tensor = reduces(Reduce.MIN, features=1, neutral=torch.inf)
+    max: Tensor = reduces(Reduce.MAX, features=1, neutral=-torch.inf)
     count: Tensor = reduces(Reduce.SUM)
     kind: ClassVar[str] = "range"
-
-    @classmethod
-    def zero(cls, features: int, *, experts: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Self:
-        shape = (*experts, features)
-        return cls(_filled(torch.inf, shape, dtype), _filled(-torch.inf, shape, dtype), _zeros(experts, torch.int64))
 
     @classmethod
     def measure(cls, x: Rows) -> Self:
@@ -218,11 +210,3 @@ def _amax(x: Tensor, of_nothing: float) -> Tensor:
 
 def _count(x: Tensor) -> Tensor:
     return torch.full(x.shape[:-2], x.shape[-2], dtype=torch.int64, device=x.device)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return _filled(0.0, shape, dtype)
-
-
-def _filled(value: float, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(value, dtype=dtype).expand(shape)

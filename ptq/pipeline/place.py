@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ptq.errors import BadInput
 from ptq.models.model import Model
-from ptq.models.skeleton import buffers, rebuilt, set_buffers
+from ptq.models.skeleton import buffers, copied, rebuilt, set_buffers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,7 +38,7 @@ class Place(NamedTuple):
 
 def computed(model: Model, place: Place) -> Model:
     """The model with a skeleton to compute with there: its buffers in the right dtype and on the device."""
-    module = rebuilt(model.module, place.dtype) if place.dtype else copy.deepcopy(model.module)
+    module = rebuilt(model.module, place.dtype) if place.dtype else copied(model.module)
     set_buffers(module, {name: b.to(place.device) for name, b in buffers(module).items()})
     return replace(model, module=module)
 
@@ -58,9 +57,9 @@ def resolve(device: str | torch.device, compute_dtype: str | torch.dtype, model:
 
 def _device(choice: str | torch.device) -> torch.device:
     if choice == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.empty(0, device=choice).device
+        device = torch.empty(0, device=choice).device  # with its index, as tensors there have it
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise BadInput(f"device {str(choice)!r} cannot be used: {reason}") from None
