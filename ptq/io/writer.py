@@ -20,7 +20,7 @@ from ptq.models.model import Model
 from ptq.models.naming import joint, names_in_files, read, written
 from ptq.models.skeleton import checkpoint_dtype, persistent_buffers
 from ptq.numerics.lazy import load
-from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, validate
+from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, finite, validate
 
 _PACKED_ZEROS = (
     "transformers 5.24 loads packed weights with zero points only by CompressedTensorsConfig(dequantize=True); "
@@ -211,8 +211,7 @@ def parts(records: Iterable[Record]) -> Iterator[tuple[str, Entry]]:
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:
-    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch has no isfinite for float8
-    if tensor.is_floating_point() and not bool(values.isfinite().all()):
+    if not finite(tensor):
         raise BadInput(f"{name}: has NaN or infinite values; start from a checkpoint whose weights are finite")
     return tensor
 

@@ -14,6 +14,7 @@ from jaxtyping import Float, Num
 from torch import Tensor
 
 from ptq.errors import BadInput
+from ptq.numerics.chunks import CHUNK, by_rows
 from ptq.numerics.grids import Grid
 from ptq.numerics.leaves import Quantized, spread
 from ptq.numerics.schemes import Scheme
@@ -27,8 +28,6 @@ COARSE = (1.0, 0.925, 0.85, 0.775, 0.7, 0.625, 0.55, 0.475)
 """Shares of a tile's range that are tried first: all of it, so that no search is worse than minmax, down to a half."""
 FINE = (-0.05, -0.025, 0.025, 0.05)
 """What is then tried around each tile's best share: together the two cover 1.05 to 0.425 in steps of 0.025."""
-CHUNK = 1 << 16
-"""Weights searched at a time: the temporaries of a trial stay in a core's cache."""
 
 
 def fit(
@@ -64,7 +63,7 @@ def fit(
     """
     tiles, dtype = scheme.grouped(w), dtype or w.dtype
     if method == "minmax":
-        return qparams(tiles.amin(-1), tiles.amax(-1), scheme, dtype)
+        return _stacked(tiles, None, lambda t, _: qparams(*_range(t), scheme, dtype))
     if known(method) == "gram" and importance is None:
         raise BadInput("fit 'gram' weights columns by the diagonal of a Gram matrix, got none")
     cost = _tile_costs(importance, w, scheme) if method == "gram" and importance is not None else None
@@ -109,10 +108,15 @@ def quantize(w: Weight, scale: Scale, zero: Num[Tensor, "*e rows groups"] | None
     >>> quantize(torch.tensor([[1.0, -0.26]]), torch.tensor([[0.5]]), None, Int(4)).codes
     tensor([[ 2, -1]], dtype=torch.int8)
     """
-    levels = accumulated(w) / spread(accumulated(scale), w.shape)
-    if zero is not None:
-        levels = levels + spread(grid.decode(zero), w.shape)
-    return Quantized(grid.encode(grid.round(levels)), scale, zero, grid, w.dtype)
+
+    def codes(w: Tensor, scale: Tensor, *zero: Tensor) -> Tensor:
+        levels = accumulated(w) / spread(accumulated(scale), w.shape)
+        for offset in zero:
+            levels = levels + spread(grid.decode(offset), w.shape)
+        return grid.encode(grid.round(levels))
+
+    facts = (scale,) if zero is None else (scale, zero)
+    return Quantized(by_rows(codes, w, *facts), scale, zero, grid, w.dtype)
 
 
 def _tile_costs(importance: Tensor, w: Tensor, scheme: Scheme) -> Tensor:
@@ -138,6 +142,12 @@ def _stacked(tiles: Tensor, cost: Tensor | None, solve: Callable[[Tensor, Tensor
 def _joined(parts: Sequence[Solved], join: Callable[[Any], Tensor]) -> Solved:
     scales, zeros = zip(*parts, strict=True)
     return join(scales), None if zeros[0] is None else join(zeros)
+
+
+def _range(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Each tile's least and largest value, which torch finds faster in float32 than in 16 bits."""
+    values = accumulated(tiles)
+    return values.amin(-1).to(tiles.dtype), values.amax(-1).to(tiles.dtype)
 
 
 class _Best(NamedTuple):

@@ -192,6 +192,20 @@ def _(leaf: Transposed) -> int:
     return nbytes(leaf.leaf)
 
 
+def finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite.
+
+    >>> finite(torch.tensor([1.0, -torch.inf])), finite(torch.tensor([3e38, 3e38]))
+    (False, True)
+    """
+    if not values.is_floating_point():
+        return True
+    if values.itemsize == 1:
+        values = values.float()  # torch neither adds float8 nor knows its NaN
+    # A sum is quick and shows whatever is not finite; that it is not finite itself may only mean that it is large.
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
 def validate(leaf: Quantized, name: str) -> Quantized:
     """Returns the leaf, or raises `BadInput` that names the weight and the invariant it breaks."""
     tiles = leaf.scale.shape[-2:]

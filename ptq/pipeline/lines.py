@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ptq.base import Stats, oriented
+from ptq.numerics.chunks import few_rows
 from ptq.numerics.leaves import Leaf, dense
 
 
@@ -45,20 +46,23 @@ def relative_error(before: Leaf, after: Leaf, kinds: Mapping[str, Any]) -> float
 
     >>> import torch
     >>> relative_error(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 0.0]]), {})
-    0.6399999856948853
+    0.64
     """
-    w = dense(oriented(before)).float()
-    d = dense(oriented(after)).float() - w
 
-    def energy(m: Tensor) -> Tensor:
+    def energy(m: Tensor) -> float:
         if "gram" in kinds:
-            return ((m @ kinds["gram"].sum.to(m.dtype)) * m).sum()
+            return float(((m @ kinds["gram"].sum.to(m.dtype)) * m).sum())
         if "second_moment" in kinds:
-            return (m.square() * kinds["second_moment"].sum[..., None, :]).sum()
-        return m.square().sum()
+            return float((m.square() * kinds["second_moment"].sum[..., None, :]).sum())
+        return float(m.square().sum())
 
-    total = energy(w)
-    return float(energy(d) / total) if bool(total > 0) else 0.0
+    lost = total = 0.0
+    pair = oriented(before), oriented(after)
+    for old, new in [pair] if kinds else few_rows(*pair):
+        w = dense(old).float()
+        total += energy(w)
+        lost += energy(dense(new).float() - w)
+    return lost / total if total > 0 else 0.0
 
 
 def _largest(damping: Tensor) -> float | None:

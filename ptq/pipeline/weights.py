@@ -14,7 +14,7 @@ from ptq.base import Params, Stats
 from ptq.errors import BadInput
 from ptq.models.interpret import Use
 from ptq.numerics.lazy import Lazy, load
-from ptq.numerics.leaves import Leaf, Quantized, Sparse, compressed, dense, validate
+from ptq.numerics.leaves import Leaf, Quantized, Sparse, compressed, dense, finite, validate
 from ptq.pipeline.place import Place
 from ptq.pipeline.plan import oriented_params
 
@@ -110,10 +110,9 @@ def _moved(leaf: Leaf, device: torch.device) -> Leaf:
 
 
 def _refuse_weight(name: str, leaf: Leaf) -> None:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        bad = leaf.numel() - int(leaf.isfinite().sum())
-        if bad:
-            raise BadInput(f"{name}: {bad} of {leaf.numel()} weights are NaN or infinite; repair the checkpoint")
+    if isinstance(leaf, Tensor) and not finite(leaf):
+        bad = leaf.numel() - int(leaf.float().isfinite().sum())
+        raise BadInput(f"{name}: {bad} of {leaf.numel()} weights are NaN or infinite; repair the checkpoint")
 
 
 def refuse_result(name: str, leaf: Leaf, error: float, who: str) -> None:

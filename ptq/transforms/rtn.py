@@ -6,15 +6,14 @@ Objective: `min |Q(w) - w|` for each weight, over the values of its grid. The ba
 from __future__ import annotations
 
 from ptq.base import Leaf, Transform, leafwise
-from ptq.numerics import obs
-from ptq.numerics.fits import Fit
-from ptq.numerics.leaves import dense, unquantized
+from ptq.numerics import fits, obs
+from ptq.numerics.leaves import Sparse, dense, unquantized
 from ptq.numerics.projections import affine, keeping
 from ptq.numerics.schemes import Scheme
 from ptq.numerics.stats import SecondMoment
 
 
-def rtn(scheme: Scheme, fit: Fit = "minmax") -> Transform:
+def rtn(scheme: Scheme, fit: fits.Fit = "minmax") -> Transform:
     """Rounds every weight to the nearest value of its grid. A leaf that is sparse already keeps its mask.
 
     Args:
@@ -38,8 +37,10 @@ def rtn(scheme: Scheme, fit: Fit = "minmax") -> Transform:
         scheme.check(unquantized(leaf).shape[-1])
 
     def solve(leaf: Leaf, second_moment: SecondMoment | None = None) -> Leaf:
-        importance = second_moment.sum if second_moment else None
-        return obs.project(dense(unquantized(leaf)), keeping(leaf, projection), importance)
+        w, importance = dense(unquantized(leaf)), second_moment.sum if second_moment else None
+        if isinstance(leaf, Sparse):
+            return obs.project(w, keeping(leaf, projection), importance)
+        return fits.quantize(w, *fits.fit(w, scheme, fit, importance), scheme.grid)
 
     kinds = ("second_moment",) if fit == "gram" else ()
     return leafwise(kinds, solve, check=check, name=f"rtn({scheme}, {fit})")

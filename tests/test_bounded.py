@@ -1,0 +1,56 @@
+"""Peak memory: a model of twice as many blocks takes no more of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import VOCABULARY, llama_config, stock
+
+WIDTH = 512
+MIB = 2**20
+# The kernel's own record of the most that was resident, less what the imports took: none falls between two looks.
+CHILD = r"""
+import re, sys
+from pathlib import Path
+from ptq.cli.main import main
+
+assert main(sys.argv[1:]) == 0
+print(int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
+"""
+
+
+def llama(path: Path, blocks: int) -> int:
+    """Writes a model; returns the bytes of a block."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": blocks}
+    model = stock(llama_config(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    model.save_pretrained(path)
+    return sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
+
+
+def peak(model: Path, out: Path, *args: object) -> int:
+    """The most bytes that `ptq compress` of a model had resident."""
+    command = [sys.executable, "-c", CHILD, "compress", model, out, "--device", "cpu", *args]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.parametrize("recipe", ["gptq-w4a16-g64", "rtn-w4a16-g64"])
+def test_peak_memory_does_not_grow_with_the_number_of_blocks(tmp_path: Path, recipe: str) -> None:
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text(json.dumps({"input_ids": [i * 7 % VOCABULARY for i in range(4 * 32)]}) + "\n")
+    data = ("--recipe", recipe, "--data", ids, "--samples", 4, "--seq-len", 32)
+    peaks = []
+    for blocks in (12, 24):
+        block = llama(tmp_path / f"{blocks}", blocks)
+        peaks.append(peak(tmp_path / f"{blocks}", tmp_path / f"out{blocks}", *data))
+    assert 12 * block > 25 * MIB  # what keeping the weights would show as
+    assert abs(peaks[1] - peaks[0]) < 6 * MIB, peaks
