@@ -52,5 +52,5 @@ def test_peak_memory_does_not_grow_with_the_number_of_blocks(tmp_path: Path, rec
     for blocks in (12, 24):
         block = llama(tmp_path / f"{blocks}", blocks)
         peaks.append(peak(tmp_path / f"{blocks}", tmp_path / f"out{blocks}", *data))
-    assert 12 * block > 25 * MIB  # what keeping the weights would show as
-    assert abs(peaks[1] - peaks[0]) < 6 * MIB, peaks
+    assert 12 * block > 100 * MIB  # what keeping the weights would show as
+    assert abs(peaks[1] - peaks[0]) < 25 * MIB, peaks

@@ -24,15 +24,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on with what an interrupted run left; the result is the same"
     )
+    parser.add_argument("--dry-run", action="store_true", help="show what would be done and what it takes")
     parser.add_argument("--report", metavar="FILE.json", type=Path, help="write the report as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Opens, calibrates, compresses, writes block by block, and shows what was done."""
+    """Opens, calibrates, compresses, writes block by block, and shows what was done; or only what would be."""
+    from ptq.cli.plan_tables import show_plan
     from ptq.cli.tables import show_report
     from ptq.cli.work import measures, refuse_unwritable, windows, write
+    from ptq.errors import BadInput
     from ptq.io.hub import open_model
     from ptq.io.output import check_output
+    from ptq.pipeline.estimate import estimate
+    from ptq.pipeline.plan_report import plan_report
     from ptq.pipeline.run import compress
     from ptq.recipes.presets import recipe
 
@@ -40,6 +45,8 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.out, args.overwrite, args.model, args.resume)
     if args.report:
         refuse_unwritable(args.report, args.out, args.model)
+        if args.dry_run and not args.report.expanduser().parent.is_dir():
+            raise BadInput(f"report {args.report}: its directory does not exist, and a dry run makes none")
     model = open_model(args.model, args.trust_remote_code)
     work = compress(
         model,
@@ -51,7 +58,11 @@ def run(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         offload=args.offload,
     )
-    report = {"model": args.model, **write(work, args.out, args.overwrite, args.resume)}
+    if args.dry_run:
+        made = plan_report(work.plan, estimate(work.job, args.out))
+    else:
+        made = write(work, args.out, args.overwrite, args.resume)
+    report = {"model": args.model, **made}
     if args.report:
         args.report.expanduser().write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    show_report(report)
+    (show_plan if args.dry_run else show_report)(report)

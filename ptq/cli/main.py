@@ -16,6 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ptq.cli import compress, convert, demo, eval as evaluate, inspect, recipes
+from ptq.cli.heap import one_heap
 from ptq.cli.options import notices
 
 _COMMANDS = {
@@ -42,6 +43,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     args = _parser().parse_args(argv)
+    one_heap()
     _quieten()
     try:
         with _signals_raise(), warnings.catch_warnings(record=True) as args.warned:

@@ -12,10 +12,10 @@ from rich.table import Table
 
 def show_report(report: Mapping[str, Any]) -> None:
     """A line per block, notes on weights below, and totals."""
-    table = _table("block", "weights", "error", "damping", "seconds")
+    table = columns("block", "weights", "error", "damping", "seconds")
     for block in report["blocks"]:
         table.add_row(*_block(block))
-    _show(table)
+    show(table)
     for line in _notes(w for block in report["blocks"] for w in block["weights"]):
         print(line)
     for line in report.get("notes", ()):
@@ -37,11 +37,11 @@ def totals_line(totals: Mapping[str, Any]) -> str:
 
 def show_tensors(rows: Sequence[Mapping[str, Any]]) -> None:
     """A line per tensor: name, format, shape, bits per weight, sparsity."""
-    table = _table("tensor", "format", "shape", "bits", "sparsity", text=3)
+    table = columns("tensor", "format", "shape", "bits", "sparsity", text=3)
     for row in rows:
         shape = " x ".join(map(str, row["shape"]))
         table.add_row(row["name"], row["format"], shape, f"{row['bits_per_weight']:.4g}", f"{row['sparsity']:.1%}")
-    _show(table)
+    show(table)
 
 
 def _notes(weights: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _block(block: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _table(*headers: str, text: int = 1) -> Table:
+def columns(*headers: str, text: int = 1) -> Table:
     """Columns that never wrap; the first `text` hold words, the others numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(headers):
@@ -74,6 +74,6 @@ def _table(*headers: str, text: int = 1) -> Table:
     return table
 
 
-def _show(table: Table) -> None:
+def show(table: Table) -> None:
     """Names are never cut: a line may be wider than the terminal, or go to a file."""
     Console(width=1000).print(table)

@@ -17,6 +17,7 @@ from ptq.models.flow import Flow
 from ptq.models.interpret import Interpreter, Use
 from ptq.models.model import Model
 from ptq.models.skeleton import buffers, set_buffers
+from ptq.models.zeros import Zeros
 
 
 class Segment(NamedTuple):
@@ -47,7 +48,7 @@ class Trace(NamedTuple):
 
 
 def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
-    """Runs one small batch through the model with zeros for weights; reads no weight and costs no memory.
+    """Runs one small batch through the model with zeros for weights; reads no weight and costs next to no memory.
 
     It runs on the CPU, wherever the batch and the model's buffers are: this is little work, and no device is needed.
 
@@ -108,7 +109,7 @@ class _Watch:
         self.params, self.flow = params, flow
         self.reads: Counter[str] = Counter()
         self.kinds: dict[str, str] = {}
-        self.zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self.zeros = Zeros(leaf.shape.numel() * leaf.dtype.itemsize for leaf in params.values())
         self.transposed: set[str] = set()
         self.events: list[tuple[str, str]] = []  # ("enter", block) and ("read", parameter)
         self.inputs: dict[tuple[int, int], tuple[Tensor, list[str]]] = {}  # an input, kept alive, and its readers
@@ -132,10 +133,7 @@ class _Watch:
             self.inputs.setdefault(key, (use.x, []))[1].append(name)
             if use.transposed:
                 self.transposed.add(name)
-        leaf = self.params[name]
-        # One tensor a shape, never written: the system backs it with its page of zeros. An expanded scalar would cost
-        # less address space, and a copy of the weight's size at every product.
-        return self.zeros.setdefault((leaf.shape, leaf.dtype), torch.zeros(leaf.shape, dtype=leaf.dtype))
+        return self.zeros(self.params[name].shape, self.params[name].dtype)
 
     def norms(self) -> Iterator[tuple[str, str]]:
         for x, weights in self.inputs.values():

@@ -107,15 +107,17 @@ def _fixed(model: Model) -> dict[str, Any]:
     return {"use_cache": False} if takes else {}
 
 
-def few_tokens(batch: Batch) -> Batch:
-    """The start of a batch, for a probe: its first sample, where samples can be told apart.
+def few_tokens(batch: Batch, tokens: int = 8) -> Batch:
+    """The start of a batch: whole samples of so many tokens, one at least, where samples can be told apart.
 
-    Of that the first tokens, where there is no more than ids, and masks that hide none of these.
+    Of a longer one the first tokens, where there is no more than ids, and masks that hide none of these.
     """
     if _samples(batch.kwargs) is None:
         return batch
-    first = batch._replace(kwargs=_part(batch.kwargs, slice(1)))
-    few = batch._replace(kwargs=_part(first.kwargs, (slice(1), slice(8))))
+    ids = batch.kwargs.get("input_ids")
+    length = ids.shape[1] if isinstance(ids, Tensor) else tokens
+    first = batch._replace(kwargs=_part(batch.kwargs, slice(max(1, tokens // max(1, length)))))
+    few = batch._replace(kwargs=_part(first.kwargs, (slice(None), slice(tokens))))
     shapes = {v.shape for v in first.kwargs.values() if isinstance(v, Tensor)}
     return few if "input_ids" in first.kwargs and len(shapes) == 1 and row_mask(few) is None else first
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from ptq.models.probe import Segment
 from ptq.numerics.leaves import dense, nbytes
 from ptq.numerics.stats import KINDS
 from ptq.pipeline.batches import row_mask, rows
+from ptq.pipeline.budget import budget, parked_bytes
 from ptq.pipeline.lines import weight_line
 from ptq.pipeline.offload import Offload
 from ptq.pipeline.plan import Member, Plan, extras, stage_sites
@@ -126,8 +126,8 @@ class BlockRunner:
     def _at_once(self, segment: Segment, arrived: Arrived) -> list[str]:
         """The block's sites that are solved at its entry; nothing but shapes decides."""
         own = self._own(segment)
-        room = parked_bytes(segment, arrived, self.weights.params)
-        if self.offload is None and room > _budget():
+        room = _room(segment, arrived, self.weights.params)
+        if self.offload is None and room > budget(self.weights.place.device):
             why = f"parked inputs of {room / 2**30:.1f} GiB would not fit"
             self._notes[segment.name] = f"measured with the rest of the block still dense, since {why}"
             return own
@@ -181,7 +181,7 @@ class BlockRunner:
             watch = Observer(self.weights, kinds, lambda x, i=i: rows(x, self._masks[i]))
             self._block(segment, args, kwargs, watch, self.weights.place.dtype)
             stats = merge_stats(stats, watch.stats)
-            if self.offload is not None and sum(map(nbytes, tensors(stats))) > _budget():
+            if self.offload is not None and sum(map(nbytes, tensors(stats))) > budget(self.weights.place.device):
                 stats = self.offload.keep(stats)
         return stats
 
@@ -221,15 +221,11 @@ class BlockRunner:
         self.weights.store(changed)
 
 
-def parked_bytes(segment: Segment, arrived: Arrived, params: Params) -> int:
-    """What all micro-batches hold at the widest site: their residual, and the input that is parked there."""
-    hidden = [next(floats(args_kwargs), None) for args_kwargs in arrived.shapes()]
-    values = sum(x.numel() * x.element_size() for x in hidden if x is not None)
-    width = next((x.shape[-1] for x in hidden if x is not None), 1)
-    widest = max((max(params[n].shape[-2:]) for n in segment.params if len(params[n].shape) >= 2), default=0)
-    return values * (width + widest) // width
-
-
-def _budget() -> int:
-    """Half of the machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+def _room(segment: Segment, arrived: Arrived, params: Params) -> int:
+    """Bytes that all micro-batches would hold while they are parked in a block, told by what entered it."""
+    hidden = [x for brought in arrived.shapes() if (x := next(floats(brought), None)) is not None]
+    if not hidden:
+        return 0
+    width = hidden[0].shape[-1]
+    tokens = sum(x.numel() for x in hidden) // width
+    return parked_bytes(segment, tokens, width, params, hidden[0].element_size())

@@ -1,0 +1,124 @@
+"""What people read of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from ptq.cli.tables import columns, show
+
+Row = tuple[str, ...]
+Block = Mapping[str, Any]
+
+
+def show_plan(report: Mapping[str, Any]) -> None:
+    """What is done to which weights, block by block, and what it will take; see `plan_report`."""
+    _show_targets(report["stages"])
+    _show_sites(report["blocks"])
+    _show_costs(report["blocks"])
+    for line in (*_ties(report), *_totals(report["totals"])):
+        print(line)
+
+
+def folded(names: Sequence[str]) -> str:
+    """The names of blocks that follow each other, as one.
+
+    >>> folded(["model.layers.0", "model.layers.1", "model.layers.2"])
+    'model.layers.0 .. 2 (3)'
+    >>> folded(["model.norm"])
+    'model.norm'
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].rpartition('.')[2]} ({len(names)})"
+
+
+def amount(count: int) -> str:
+    """Bytes for people.
+
+    >>> amount(1_404_000_000), amount(98_300_000), amount(0)
+    ('1.40 GB', '98.3 MB', '-')
+    """
+    return "-" if not count else f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _show_targets(stages: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """A line for each pattern of each transform."""
+    shown = columns("stage", "transform", "target", "such as", "weights", text=4)
+    for i, stage in enumerate(stages, 1):
+        for member in stage:
+            for target, weights in _targets(member):
+                shown.add_row(str(i), member["transform"], target, weights[0] if weights else "-", str(len(weights)))
+    show(shown)
+
+
+def _targets(member: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
+    """What each pattern reaches by itself, and what all of them leave."""
+    for clause in member["targets"]:
+        yield repr(clause["pattern"]), clause["reaches"]
+    less = [pattern for clause in member["targets"] for pattern in (*clause["ignore"], *clause["earlier"])]
+    left = f"all of it{f' without {less}' if less else ''}" if member["targets"] else "linears inside the blocks"
+    yield left, member["weights"]
+
+
+def _show_sites(blocks: Sequence[Block]) -> None:
+    """A line for each tensor that weights read; blocks of equal lines are one."""
+    shown = columns("block", "stage", "weights that read one tensor", "shapes", "measured", text=5)
+    for names, lines in _alike(blocks, _site_lines):
+        for i, line in enumerate(lines):
+            shown.add_row("" if i else folded(names), *line)
+    show(shown)
+
+
+def _site_lines(block: Block) -> tuple[Row, ...]:
+    return tuple(
+        (
+            str(site["stage"] + 1),
+            ", ".join(w.removeprefix(f"{block['name']}.").removesuffix(".weight") for w in site["weights"]),
+            ", ".join(dict.fromkeys(" x ".join(map(str, shape)) for shape in site["weights"].values())),
+            ", ".join(site["statistics"]) or "-",
+        )
+        for site in block["sites"]
+    )
+
+
+def _show_costs(blocks: Sequence[Block]) -> None:
+    """A line for each block, or for several that cost the same."""
+    shown = columns("block", "parked in", "read", "computed", "stored", "activations", "working", "seconds", text=2)
+    for names, (line,) in _alike(blocks, _cost_line):
+        shown.add_row(folded(names), *line)
+    show(shown)
+
+
+def _cost_line(block: Block) -> tuple[Row]:
+    parked = block["activations"]
+    held = parked["held"] + parked["running"]
+    sizes = (block["read"], block["computed"], block["stored"], held, block["working"])
+    where: str = "-" if parked["parked"] == "nothing" else parked["parked"]
+    where += f", {amount(parked['spilled'])}" if parked["spilled"] else ""
+    return ((where, *map(amount, sizes), f"{block['seconds']['total']:.2f}"),)
+
+
+def _alike(blocks: Sequence[Block], lines: Callable[[Block], tuple[Row, ...]]) -> Iterator[tuple[list[str], Any]]:
+    """Names of blocks that follow each other and have the same lines, and these lines."""
+    for made, group in groupby(blocks, lines):
+        yield [block["name"] for block in group], made
+
+
+def _ties(report: Mapping[str, Any]) -> Iterator[str]:
+    for alias, name in report["ties"].items():
+        yield f"{alias} is {name}"
+    for name in report["untied"]:
+        yield f"{name} was tied and gets weights of its own"
+
+
+def _totals(totals: Mapping[str, Any]) -> Iterator[str]:
+    memory, seconds = totals["memory"], totals["seconds"]
+    now = amount(memory["now"])
+    yield f"memory {amount(memory['peak'])}, of which {now} now; {_room(memory['peak'], memory['limit'])}"
+    yield f"disk {amount(totals['bytes'])}; {_room(totals['bytes'], totals['free'])}"
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if name != "total")
+    yield f"time {seconds['total']:.1f} s: {parts}"
+
+
+def _room(needed: int, there: int) -> str:
+    return f"there is {amount(there)}" if needed <= there else f"too much: there is only {amount(there)}"

@@ -1,0 +1,185 @@
+"""What a run will take, before it begins: memory and disk by arithmetic on headers, seconds by trials."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ptq.io.writer import Writer
+from ptq.models.probe import Segment
+from ptq.numerics.lazy import Lazy
+from ptq.numerics.leaves import compressed, nbytes
+from ptq.pipeline.activations import Activations, activations
+from ptq.pipeline.batches import few_tokens
+from ptq.pipeline.budget import memory_limit, resident_bytes
+from ptq.pipeline.estimates import BlockEstimate, Estimate, Seconds
+from ptq.pipeline.plan import Member, needs_data
+from ptq.pipeline.scan import Job
+from ptq.pipeline.spine import Batch
+from ptq.pipeline.tasks import Task, signature, tasks
+from ptq.pipeline.trial_files import Rates, file_rates
+from ptq.pipeline.trial_forward import Kind, Passage, kind, trial_forward
+from ptq.pipeline.trial_solve import Cost, cost
+
+_FLOPS = 1 << 36  # of a trial's way through the largest block: about a second
+_TOKENS = 256  # what it has at least, so that products are as fast as in a run
+
+
+def estimate(job: Job, out: str | Path | None = None) -> Estimate:
+    """Estimates a run; reads no weight and leaves nothing behind.
+
+    Args:
+        job: what will be done.
+        out: where the result will be: that disk is tried. Default: the system's place for temporary files.
+    """
+    resident, limit = resident_bytes(job.place.device), memory_limit(job.place.device)
+    with tempfile.TemporaryDirectory(dir=_existing(out), prefix="ptq-trial-") as scratch:
+        writer = Writer(job.plan.model, Path(scratch), "auto", 1 << 40)
+        try:
+            rates, free = file_rates(job.plan.model, writer, Path(scratch)), shutil.disk_usage(scratch).free
+            return Estimate(tuple(_Estimator(job, writer, rates).blocks()), resident, limit, free)
+        finally:
+            writer.abort()
+
+
+def _existing(out: str | Path | None) -> Path | None:
+    """Where something can be put on the disk of a directory that is not there yet."""
+    parents = [] if out is None else Path(out).expanduser().absolute().parents
+    return next((p for p in parents if p.is_dir()), None)
+
+
+class _Visit(NamedTuple):
+    """A stage comes to a segment."""
+
+    segment: Segment
+    following: Segment | None
+    members: Sequence[Member]
+    tasks: list[Task]
+    runs: bool
+    """whether micro-batches go through it"""
+
+
+class _Estimator:
+    """Tries one block of each kind and one task of each signature, and counts."""
+
+    def __init__(self, job: Job, writer: Writer, rates: Rates) -> None:
+        self.plan, self.place, self.offload = job.plan, job.place, job.offload is not None
+        self.writer, self.rates = writer, rates
+        self.params = job.plan.model.params
+        self.shares: list[float] = []
+        """sizes of the micro-batches, in trial ones"""
+        self.passages: dict[Kind, Passage] = {}
+        if any(needs_data(m) for stage in self.plan.stages for m in stage):
+            trial = few_tokens(max(job.batches, key=_numbers), self._trial_tokens())
+            self.shares = [_numbers(batch) / _numbers(trial) for batch in job.batches]
+            self.passages = trial_forward(self.plan, trial, self.place)
+        self.first = next(iter(self.passages.values()), Passage(0.0, 0, 0, 0, {}, 0))
+        self.costs: dict[Any, Cost] = {}
+
+    def blocks(self) -> list[BlockEstimate]:
+        """All stages together."""
+        stages = [list(map(self._block, self._visits(members))) for members in self.plan.stages or ((),)]
+        return [reduce(BlockEstimate.then, block) for block in zip(*stages, strict=True)]
+
+    def _visits(self, members: Sequence[Member]) -> list[_Visit]:
+        segments = self.plan.segments
+        work = [list(tasks(members, segment)) for segment in segments]
+        checks = any(m.transform.kind == "reparam" for m in members)
+        met = [i for i, s in enumerate(segments) if work[i] or (checks and s.module is not None)]
+        end = max(met, default=-1) if any(map(needs_data, members)) else -1  # there forwards end
+        pairs = zip(segments, (*segments[1:], None), work, strict=True)
+        return [_Visit(s, after, members, found, i <= end) for i, (s, after, found) in enumerate(pairs)]
+
+    def _block(self, visit: _Visit) -> BlockEstimate:
+        names, costs = visit.segment.params, [self._cost(task) for task in visit.tasks]
+        weights = [name for task in visit.tasks for name in task.weights]
+        solved = dict(zip(weights, (size for c in costs for size in c.stored), strict=True))
+        plain = {n: nbytes(self.params[n]) for n in names if n not in solved}
+        parked = self._activations(visit)
+        rooms = (*(c.working for c in costs), *(round(size * self.rates.room) for size in plain.values()))
+        return BlockEstimate(
+            visit.segment.name,
+            sum(nbytes(self.params[n]) for n in names),
+            sum(map(self._computed, names if visit.runs else ())),
+            round(sum(solved.values())) + sum(size * self._copies(n) for n, size in plain.items()),
+            self._read(visit.segment) + self._read(visit.following) + sum(map(self._cast, names if visit.runs else ())),
+            parked,
+            round(sum(c.solved for c in costs)) + max(rooms, default=0),
+            self._seconds(visit, costs, parked, sum(plain.values()), sum(solved.values(), 0.0)),
+        )
+
+    def _activations(self, visit: _Visit) -> Activations:
+        if not visit.runs:
+            return Activations("nothing")
+        passage = self._passage(visit.segment)
+        return activations(self.plan, visit.segment, visit.tasks, passage, self.shares, self.place, self.offload)
+
+    def _seconds(self, visit: _Visit, costs: Sequence[Cost], parked: Activations, plain: int, solved: float) -> Seconds:
+        passage = self._passage(visit.segment)
+        return Seconds(
+            passage.seconds * self._forwards(visit, parked) if visit.runs else 0.0,
+            sum(c.statistics for c in costs) * passage.tokens * sum(self.shares),
+            sum(c.solve for c in costs),
+            self._read(visit.segment) * self.rates.reading,
+            sum(c.writing for c in costs) + plain * self.rates.writing + (plain + solved) * self.rates.syncing,
+        )
+
+    def _forwards(self, visit: _Visit, parked: Activations) -> float:
+        """How many trial micro-batches' worth of the block's forward is run."""
+        changes = [m for m in visit.members if m.transform.kind == "reparam"]
+        changes = [m for m in changes if any(site in visit.segment.params for site in m.sites)]
+        apart = any(task.whole for task in visit.tasks) or parked.parked == "two forwards"
+        times = 1 + apart + sum(bool(m.kinds) for m in changes)
+        return times * sum(self.shares) + 2 * max(self.shares) * len(changes)  # before and after, on one micro-batch
+
+    def _cost(self, task: Task) -> Cost:
+        key = signature(self.plan, task)
+        if key not in self.costs:
+            rows = round(self.first.tokens * max(self.shares, default=0.0))
+            self.costs[key] = cost(self.plan, task, self.place, max(1, rows), self.writer)
+        return self.costs[key]
+
+    def _passage(self, segment: Segment) -> Passage:
+        """Between blocks, and where the trial did not come, micro-batches hold what they enter the first block with."""
+        known = None if segment.module is None else self.passages.get(kind(self.plan, segment))
+        return known or self.first._replace(seconds=0.0, held={}, peak=self.first.entered)
+
+    def _computed(self, name: str) -> int:
+        return self.params[name].shape.numel() * self._dtype(name).itemsize
+
+    def _cast(self, name: str) -> int:
+        """What computing with a weight takes beside the weight."""
+        leaf = self.params[name]
+        there = not compressed(leaf) and leaf.dtype == self._dtype(name) and self.place.device.type == "cpu"
+        return 0 if there else self._computed(name)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        own = self.params[name].dtype
+        return self.place.dtype if self.place.dtype and own.is_floating_point else own
+
+    def _read(self, segment: Segment | None) -> int:
+        """Bytes that are read from files."""
+        leaves = [self.params[n] for n in segment.params] if segment else []
+        return sum(nbytes(leaf) for leaf in leaves if isinstance(leaf, Lazy))
+
+    def _copies(self, name: str) -> int:
+        """Under how many names a parameter is stored: loaders tie all or nothing."""
+        return 1 if self.writer.tied else 1 + sum(name == canonical for canonical in self.plan.model.aliases.values())
+
+    def _trial_tokens(self) -> int:
+        blocks = [s for s in self.plan.segments if s.module is not None]
+        largest = max((sum(self.params[n].shape.numel() for n in s.params) for s in blocks), default=1)
+        return max(_TOKENS, _FLOPS // (2 * largest))
+
+
+def _numbers(batch: Batch) -> int:
+    """The size of a batch, by which its costs grow."""
+    return sum(t.numel() for t in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(t, Tensor))

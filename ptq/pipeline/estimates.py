@@ -1,0 +1,79 @@
+"""What a run will take, as a value."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import NamedTuple
+
+from ptq.pipeline.activations import Activations
+
+
+class Seconds(NamedTuple):
+    """Where the time goes."""
+
+    forward: float = 0.0
+    statistics: float = 0.0
+    solves: float = 0.0
+    reading: float = 0.0
+    writing: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def plus(self, other: Seconds) -> Seconds:
+        return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class BlockEstimate(NamedTuple):
+    """A block of the plan, all stages together; bytes, but for the last."""
+
+    name: str
+    read: int
+    """of its weights as they are read"""
+    computed: int
+    """of its weights as they are computed with"""
+    stored: int
+    """of its weights as they will be stored"""
+    weights: int
+    """of weights in memory: as they are read, cast where that is not the same, and the next block's, read ahead"""
+    activations: Activations
+    working: int
+    """what statistics, solves and the writer need, solved weights included"""
+    seconds: Seconds
+
+    @property
+    def memory(self) -> int:
+        """What is in memory at once."""
+        return self.weights + self.activations.held + self.activations.running + self.working
+
+    def then(self, later: BlockEstimate) -> BlockEstimate:
+        """This stage and a later one: memory is that of the one that needs most."""
+        most = max(self, later, key=lambda b: b.memory)
+        return most._replace(stored=later.stored, seconds=self.seconds.plus(later.seconds))
+
+
+class Estimate(NamedTuple):
+    """What a run will take."""
+
+    blocks: tuple[BlockEstimate, ...]
+    resident: int
+    """bytes of memory that this process has already"""
+    limit: int
+    """bytes that it may have"""
+    free: int
+    """bytes free on the disk that the result goes to"""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of memory at any time, if freed memory is used again whichever thread freed it."""
+        return self.resident + max((b.memory for b in self.blocks), default=0)
+
+    @property
+    def disk(self) -> int:
+        """Bytes of tensors in the result."""
+        return sum(b.stored for b in self.blocks)
+
+    @property
+    def seconds(self) -> Seconds:
+        return reduce(Seconds.plus, (b.seconds for b in self.blocks), Seconds())

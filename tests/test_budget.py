@@ -1,0 +1,70 @@
+"""How much memory there is: machine, control groups of both versions, and the process's own limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptq.models.probe import Segment
+from ptq.pipeline.budget import budget, cgroup_limits, memory_limit, parked_bytes, resident_bytes
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+def groups(root: Path, process: str, **limits: str) -> list[int]:
+    """The limits that a process with this `/proc/self/cgroup` finds; `__` in a name is a slash."""
+    (root / "cgroup").write_text(process)
+    for name, text in limits.items():
+        path = name.replace("__", "/").replace("limit", "memory.limit_in_bytes").replace("max", "memory.max")
+        file = root / "mounted" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return sorted(cgroup_limits(root, root / "mounted"))
+
+
+def test_version_2_and_the_groups_above(tmp_path: Path) -> None:
+    limits = {"max": "max\n", "a__max": "3000\n", "a__b__max": "5000\n", "other__max": "1\n"}
+    assert groups(tmp_path, "0::/a/b\n", **limits) == [3000, 5000]
+
+
+def test_version_1_has_a_hierarchy_for_memory(tmp_path: Path) -> None:
+    process = "5:cpu,cpuacct:/x\n4:memory:/x\n0::/x\n"
+    limits = {"memory__x__limit": "7000\n", "cpu__x__limit": "1\n", "memory__limit": "9223372036854771712\n"}
+    assert groups(tmp_path, process, **limits) == [7000, 9223372036854771712]
+
+
+def test_in_a_container_only_the_root_is_found(tmp_path: Path) -> None:
+    assert groups(tmp_path, "0::/../../host/name\n", max="4000") == [4000]
+
+
+def test_no_control_groups(tmp_path: Path) -> None:
+    assert list(cgroup_limits(tmp_path / "absent", tmp_path)) == []
+
+
+def test_the_least_limit_holds() -> None:
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < memory_limit(CPU) <= physical
+    assert budget(CPU) == memory_limit(CPU) // 2
+    code = "import torch; from ptq.pipeline.budget import memory_limit; print(memory_limit(torch.device('cpu')))"
+    limited = ["bash", "-c", 'ulimit -d 4194304 && exec "$@"', "bash", sys.executable, "-c", code]
+    done = subprocess.run(limited, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == min(4 * GIB, memory_limit(CPU))
+
+
+def test_resident_memory_follows_what_is_held() -> None:
+    before = resident_bytes(CPU)
+    held = torch.ones(1 << 26, dtype=torch.uint8)
+    assert resident_bytes(CPU) - before == pytest.approx(held.nbytes, rel=0.1)
+
+
+def test_parked_bytes_are_residual_and_widest_input() -> None:
+    params = {"norm": torch.ones(8), "up": torch.ones(24, 8), "down": torch.ones(8, 24)}
+    segment = Segment("block", tuple(params), "block")
+    assert parked_bytes(segment, 100, 8, params, 2) == 100 * (8 + 24) * 2
+    assert parked_bytes(segment._replace(params=("norm",)), 100, 8, params, 2) == 100 * 8 * 2
