@@ -138,7 +138,7 @@ def test_statistics_that_would_not_fit(tiny_llama: Path, place: str, monkeypatch
     ids, stage = torch.randint(300, (6, 24)), wanda(NM(keep=2, of=4))
     plain = compress(open_model(tiny_llama), [ids], stage, batch_size=2, offload=place).model.params
     assert not kept
-    monkeypatch.setattr(blocks, "_budget", lambda: 100)
+    monkeypatch.setattr(blocks, "_budget", lambda _: 100)
     short = compress(open_model(tiny_llama), [ids], stage, batch_size=2, offload=place).model.params
     assert kept
     assert all(torch.equal(dense(plain[name]), dense(short[name])) for name in plain)

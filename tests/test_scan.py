@@ -256,7 +256,7 @@ def test_a_block_solve_sees_the_whole_block() -> None:
 
 def test_where_memory_is_short_a_block_is_measured_before_it_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = model_of("llama"), ragged()
-    monkeypatch.setattr(blocks_module, "_budget", lambda: 0)
+    monkeypatch.setattr(blocks_module, "_budget", lambda _: 0)
     run = compress(model, data, SHRINK, **FLOAT)
     short = run.model.params
     at_once = compress(model, data, AT_ONCE, **FLOAT).model.params

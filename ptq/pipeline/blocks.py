@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ptq._tree import tensors
-from ptq.base import Params, State, Stats
+from ptq._tree import tensors, tree_map
+from ptq.base import Params, Sites, State, Stats
 from ptq.errors import BadInput
 from ptq.models.call import Observer, functional, merge_stats, stand_ins
 from ptq.models.interpret import Interpreter, Reader
@@ -127,7 +127,7 @@ class BlockRunner:
         """The block's sites that are solved at its entry; nothing but shapes decides."""
         own = self._own(segment)
         room = parked_bytes(segment, arrived, self.weights.params)
-        if self.offload is None and room > _budget():
+        if self.offload is None and room > _budget(self.weights.place.device):
             why = f"parked inputs of {room / 2**30:.1f} GiB would not fit"
             self._notes[segment.name] = f"measured with the rest of the block still dense, since {why}"
             return own
@@ -148,8 +148,7 @@ class BlockRunner:
         for member, mine in zip(self.solves, todo, strict=True):
             # One site at a time unless the transform wants more, so that its key is the site's.
             for part in [mine] if member in whole else [{site: mine[site]} for site in mine]:
-                given = extras(member, self.seed, next(iter(part)))
-                state, after = member.transform.apply(state, after, part, **given)
+                state, after = self._applied(member, state, after, part)
         who = ", ".join(m.transform.name for m, mine in zip(self.solves, todo, strict=True) if mine)
         self.weights.refuse_written(before, who)
         for name, site in reads.items():
@@ -159,6 +158,16 @@ class BlockRunner:
             self._rows.setdefault(self._owner[name].name, []).append(line)
         self.weights.store({n: leaf for n, leaf in state.params.items() if leaf is not before[n]})
         self.todo -= set(sites)
+
+    def _applied(self, member: Member, state: State, stats: Stats, part: Sites) -> tuple[State, Stats]:
+        """One transform on some sites. Statistics that were put away are on the device for as long as it runs."""
+        near = tree_map(lambda t: t.to(self.weights.place.device), {s: stats[s] for s in part if s in stats})
+        given = extras(member, self.seed, next(iter(part)))
+        state, seen = member.transform.apply(state, {**stats, **near}, part, **given)
+        back = {
+            s: {k: stats[s][k] if v is near[s].get(k) else v for k, v in seen[s].items()} for s in near if s in seen
+        }
+        return state, {**seen, **back}
 
     def _left(self, member: Member, site: str) -> tuple[str, ...]:
         """The weights of a site that a member works on and that no earlier process has finished."""
@@ -181,7 +190,7 @@ class BlockRunner:
             watch = Observer(self.weights, kinds, lambda x, i=i: rows(x, self._masks[i]))
             self._block(segment, args, kwargs, watch, self.weights.place.dtype)
             stats = merge_stats(stats, watch.stats)
-            if self.offload is not None and sum(map(nbytes, tensors(stats))) > _budget():
+            if self.offload is not None and sum(map(nbytes, tensors(stats))) > _budget(self.weights.place.device):
                 stats = self.offload.keep(stats)
         return stats
 
@@ -230,6 +239,8 @@ def parked_bytes(segment: Segment, arrived: Arrived, params: Params) -> int:
     return values * (width + widest) // width
 
 
-def _budget() -> int:
-    """Half of the machine's memory."""
+def _budget(device: torch.device) -> int:
+    """Half of the memory where the forward computes."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).total_memory // 2
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
