@@ -76,6 +76,9 @@ class OnCuda(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.clone())
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.values.untyped_storage()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

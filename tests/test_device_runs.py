@@ -27,6 +27,7 @@ from ptq.numerics.lazy import load
 from ptq.numerics.patterns import NM, Unstructured
 from ptq.numerics.schemes import scheme
 from ptq.numerics.stats import KINDS
+from ptq.pipeline import blocks, offload
 from ptq.pipeline.calibrate import calibrate
 from ptq.pipeline.evaluate import perplexity
 from ptq.pipeline.place import resolve
@@ -89,6 +90,20 @@ def test_a_run_is_that_on_the_cpu(family: str, name: str, model_dir: Callable[[s
     assert {type(t) for t in tensors(got)} == {Tensor}
     assert identical(got, want)
     assert lines(run.report) == lines(here.report)
+
+
+@pytest.mark.parametrize("away", ["cpu", "directory"])
+def test_what_waits_leaves_the_device(
+    away: str, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations, and the statistics of a block that is solved at once."""
+    monkeypatch.setattr(offload, "_LEAST", 1)
+    monkeypatch.setattr(blocks, "budget", lambda _: 0)
+    stages, place = (wanda(Unstructured(0.5)), gptq(W4_16)), str(tmp_path) if away == "directory" else away
+    want = compress(load_model(tiny_llama), data(), *stages, offload=place, **HERE).model.params
+    with everywhere(PretendCuda()):
+        got = compress(load_model(tiny_llama), data(), *stages, offload=place, **THERE).model.params
+    assert identical(in_memory(got), in_memory(want))
 
 
 def living(net: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from contracts import GRIDS, LEAVES, PATTERNS, PROJECTIONS, SOLVES, STATISTICS
 from laws import reparams, solves
 from laws.shared import IN, OUT, W4, leaf
 from pretend import PretendCuda, Watch, alone, everywhere, fake, on_cuda, there
-from ptq._tree import tensors
+from ptq._tree import tensors, tree_map
 from ptq.base import State, Transform, leafwise
 from ptq.errors import BadInput, NotPositiveDefinite
 from ptq.models.call import Decoder, Observer, interpreted, stand_ins
@@ -64,6 +64,7 @@ def test_statistics(mode: Mode, kind: str) -> None:
             assert there(seen)
             with contextlib.suppress(BadInput):
                 assert there(seen.rotate(r))
+        assert {t.device.type for t in tensors(tree_map(Tensor.cpu, seen).merge(seen))} == {"cpu"}
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -67,10 +67,14 @@ class Statistic:
         raise NotImplementedError
 
     def merge(self, other: Self) -> Self:
-        """The statistic of both sets of rows."""
+        """The statistic of both sets of rows; it lies where this one does."""
+
+        def merged(name: str, how: Reduce) -> Tensor:
+            mine: Tensor = getattr(self, name)
+            return how.merge(mine, getattr(other, name).to(mine.device))
+
         declared = {f.name: f.metadata["reduce"] for f in fields(self)}  # type: ignore[arg-type]  # subclasses are nodes
-        merged = {name: how.merge(getattr(self, name), getattr(other, name)) for name, how in declared.items()}
-        return replace(self, **merged)  # type: ignore[type-var]
+        return replace(self, **{name: merged(name, how) for name, how in declared.items()})  # type: ignore[type-var]
 
     def update(self, x: Rows) -> Self:
         """The statistic after some more rows."""

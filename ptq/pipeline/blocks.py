@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ptq._tree import tensors
-from ptq.base import Params, State, Stats
+from ptq._tree import tensors, tree_map
+from ptq.base import Params, Sites, State, Stats
 from ptq.errors import BadInput
 from ptq.models.call import Observer, functional, merge_stats, stand_ins
 from ptq.models.interpret import Interpreter, Reader
@@ -148,8 +148,7 @@ class BlockRunner:
         for member, mine in zip(self.solves, todo, strict=True):
             # One site at a time unless the transform wants more, so that its key is the site's.
             for part in [mine] if member in whole else [{site: mine[site]} for site in mine]:
-                given = extras(member, self.seed, next(iter(part)))
-                state, after = member.transform.apply(state, after, part, **given)
+                state, after = self._applied(member, state, after, part)
         who = ", ".join(m.transform.name for m, mine in zip(self.solves, todo, strict=True) if mine)
         self.weights.refuse_written(before, who)
         for name, site in reads.items():
@@ -159,6 +158,16 @@ class BlockRunner:
             self._rows.setdefault(self._owner[name].name, []).append(line)
         self.weights.store({n: leaf for n, leaf in state.params.items() if leaf is not before[n]})
         self.todo -= set(sites)
+
+    def _applied(self, member: Member, state: State, stats: Stats, part: Sites) -> tuple[State, Stats]:
+        """One transform on some sites. Statistics that were put away are on the device for as long as it runs."""
+        near = tree_map(lambda t: t.to(self.weights.place.device), {s: stats[s] for s in part if s in stats})
+        given = extras(member, self.seed, next(iter(part)))
+        state, seen = member.transform.apply(state, {**stats, **near}, part, **given)
+        back = {
+            s: {k: stats[s][k] if v is near[s].get(k) else v for k, v in seen[s].items()} for s in near if s in seen
+        }
+        return state, {**seen, **back}
 
     def _left(self, member: Member, site: str) -> tuple[str, ...]:
         """The weights of a site that a member works on and that no earlier process has finished."""

@@ -28,7 +28,7 @@ def memory_limit(device: torch.device) -> int:
     On a CPU the least of the machine's memory, the limits of its control groups, and `ulimit -d`; on a CUDA device
     what is free and what this process holds already.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -58,7 +58,7 @@ def cgroup_limits(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[i
 
 def resident_bytes(device: torch.device) -> int:
     """Bytes that this process has on a device now."""
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.memory_reserved(device)
     pages = _text(_PROCESS / "statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else peak_bytes()

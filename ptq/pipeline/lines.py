@@ -51,9 +51,9 @@ def relative_error(before: Leaf, after: Leaf, kinds: Mapping[str, Any]) -> float
 
     def energy(m: Tensor) -> float:
         if "gram" in kinds:
-            return float(((m @ kinds["gram"].sum.to(m.dtype)) * m).sum())
+            return float(((m @ kinds["gram"].sum.to(m)) * m).sum())
         if "second_moment" in kinds:
-            return float((m.square() * kinds["second_moment"].sum[..., None, :]).sum())
+            return float((m.square() * kinds["second_moment"].sum.to(m.device)[..., None, :]).sum())
         return float(m.square().sum())
 
     lost = total = 0.0
