@@ -14,7 +14,7 @@ from conftest import VOCABULARY, llama_config, stock
 
 WIDTH = 512
 MIB = 2**20
-# The kernel's own record of the most that was resident, less what the imports took: none falls between two looks.
+# The kernel keeps the record, so that no peak falls between two looks.
 CHILD = r"""
 import re, sys
 from pathlib import Path
@@ -25,20 +25,17 @@ print(int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
 """
 
 
-def llama(path: Path, blocks: int) -> int:
-    """Writes a model; returns the bytes of a block."""
+def llama(path: Path, blocks: int) -> None:
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": blocks}
-    model = stock(llama_config(**sizes, num_attention_heads=4, num_key_value_heads=4))
-    model.save_pretrained(path)
-    return sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
+    stock(llama_config(**sizes, num_attention_heads=4, num_key_value_heads=4)).save_pretrained(path)
 
 
 def peak(model: Path, out: Path, *args: object) -> int:
     """The most bytes that `ptq compress` of a model had resident."""
     command = [sys.executable, "-c", CHILD, "compress", model, out, "--device", "cpu", *args]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    # Freed tensors go back to the system at once, so that the peak is what was held and not how the heap was cut up.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, env=environment)
     return int(done.stdout.split()[-1])
 
 
@@ -49,8 +46,8 @@ def test_peak_memory_does_not_grow_with_the_number_of_blocks(tmp_path: Path, rec
     ids.write_text(json.dumps({"input_ids": [i * 7 % VOCABULARY for i in range(4 * 32)]}) + "\n")
     data = ("--recipe", recipe, "--data", ids, "--samples", 4, "--seq-len", 32)
     peaks = []
-    for blocks in (12, 24):
-        block = llama(tmp_path / f"{blocks}", blocks)
+    for blocks in (8, 16):
+        llama(tmp_path / f"{blocks}", blocks)
         peaks.append(peak(tmp_path / f"{blocks}", tmp_path / f"out{blocks}", *data))
-    assert 12 * block > 100 * MIB  # what keeping the weights would show as
-    assert abs(peaks[1] - peaks[0]) < 25 * MIB, peaks
+    # Eight blocks are 80 MiB of weights and 20 MiB of codes; what is held of each anyway are names and empty modules.
+    assert abs(peaks[1] - peaks[0]) < 5 * MIB, peaks
