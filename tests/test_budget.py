@@ -57,6 +57,14 @@ def test_the_least_limit_holds() -> None:
     assert int(done.stdout) == min(4 * GIB, memory_limit(CPU))
 
 
+def test_of_a_device_what_is_free_and_what_is_held_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    assert memory_limit(torch.device("cuda")) == 5 * GIB
+    assert resident_bytes(torch.device("cuda")) == 2 * GIB
+
+
 def test_resident_memory_follows_what_is_held() -> None:
     before = resident_bytes(CPU)
     held = torch.ones(1 << 26, dtype=torch.uint8)

@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_measured_in_two_forwards_or_offloaded(
 @pytest.fixture
 def clocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch of 64 tokens takes 2 s through a block; a row takes 1 ms, a solve 3 s, writing its result 1 s."""
-    nothing = Rates(reading=0.0, writing=0.0, syncing=0.0, room=0.0)
+    nothing = Rates(reading=0.0, writing=0.0, syncing=0.0, safe=0.0, room=0.0)
 
     def forward(plan: Plan, batch: Batch, place: Place) -> dict[Kind, Passage]:
         kinds = {kind(plan, s) for s in plan.segments if s.module}
@@ -292,7 +292,7 @@ def test_the_report_says_what_matches_what(ids: Tensor) -> None:
     assert len(rounding["weights"]) == 14
     assert len(report["blocks"]) == len(run)
     sites = report["blocks"][1]["sites"]
-    assert [len(site["weights"]) for site in sites] == [2, 3, 1, 1]
+    assert [len(site["weights"]) for site in sites] == [3, 1, 2, 1]
     assert all(site["statistics"] == ["gram"] for site in sites)
     parts = report["totals"]["seconds"]
     assert parts["total"] == pytest.approx(sum(v for k, v in parts.items() if k != "total"))

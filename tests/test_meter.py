@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 import torch
 
-from ptq.pipeline.meter import Meter, timed
+from ptq.pipeline.meter import Meter, timed, timed_well
 
 KIB = 1024
 
@@ -48,6 +51,12 @@ def test_memory_that_is_used_again_is_counted_again() -> None:
     assert (meter.live, meter.peak) == (0, KIB)
 
 
+def test_tensors_without_values_are_no_memory() -> None:
+    with Meter() as meter:
+        _ = torch.ones(KIB, device="meta") + 1
+    assert meter.peak == 0
+
+
 def test_results_of_several_tensors() -> None:
     with Meter() as meter:
         values, indices = torch.ones(4, 8).sort(-1)
@@ -58,3 +67,12 @@ def test_a_clock_gives_the_result_too() -> None:
     seconds, result = timed(torch.device("cpu"), lambda: 3)
     assert seconds >= 0
     assert result == 3
+
+
+@pytest.mark.parametrize(("naps", "expected"), [([0.05, 0.01, 0.01, 0.01, 0.01], 0.01), ([0.3], 0.3)])
+def test_short_work_is_timed_several_times(naps: list[float], expected: float) -> None:
+    """One nap that is too long does not count; long work is done once."""
+    left = iter(naps)
+    seconds, _ = timed_well(torch.device("cpu"), lambda: time.sleep(next(left)))
+    assert expected <= seconds < 2 * expected
+    assert list(left) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ptq.cli.main import main
+from ptq.cli.plan_tables import show_plan
 
 SMALL = ["--samples", "4", "--seq-len", "32", "--device", "cpu"]
 Run = Callable[..., tuple[int, str, str]]
@@ -43,6 +44,18 @@ def test_blocks_of_equal_cost_are_one_line(dry: Run, tiny_llama: Path, tmp_path:
     assert names == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
     assert f"disk {report['totals']['bytes'] / 1e6:.1f} MB" in out
     assert report["model"] == str(tiny_llama)
+
+
+def test_patterns_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Square brackets are words of the terminal's markup, and of regular expressions."""
+    pattern = "re:.*[upgate]+_proj :+1:"
+    clause = {"pattern": pattern, "ignore": ["re:[a-z]"], "earlier": [], "reaches": ["a", "b"]}
+    member = {"transform": "halve", "targets": [clause], "weights": ["a"]}
+    totals = {"memory": {"peak": 2, "now": 1, "limit": 1}, "bytes": 3, "free": 4, "seconds": {"total": 0.0}}
+    show_plan({"stages": [[member]], "blocks": [], "ties": {}, "untied": [], "totals": totals})
+    shown = capsys.readouterr().out
+    assert f"{pattern} (2) without re:[a-z]" in shown
+    assert "too much: there is only" in shown
 
 
 def test_ties_are_shown(dry: Run, tiny_gemma3: Path) -> None:

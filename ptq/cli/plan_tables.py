@@ -42,22 +42,24 @@ def amount(count: int) -> str:
 
 
 def _show_targets(stages: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """A line for each pattern of each transform."""
+    """A line for each transform; in brackets how many weights a pattern reaches by itself."""
     shown = columns("stage", "transform", "target", "such as", "weights", text=4)
-    for i, stage in enumerate(stages, 1):
+    for number, stage in enumerate(stages, 1):
         for member in stage:
-            for target, weights in _targets(member):
-                shown.add_row(str(i), member["transform"], target, weights[0] if weights else "-", str(len(weights)))
+            weights = member["weights"]
+            shown.add_row(str(number), member["transform"], _target(member["targets"]), weights[0], str(len(weights)))
     show(shown)
 
 
-def _targets(member: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
-    """What each pattern reaches by itself, and what all of them leave."""
-    for clause in member["targets"]:
-        yield repr(clause["pattern"]), clause["reaches"]
-    less = [pattern for clause in member["targets"] for pattern in (*clause["ignore"], *clause["earlier"])]
-    left = f"all of it{f' without {less}' if less else ''}" if member["targets"] else "linears inside the blocks"
-    yield left, member["weights"]
+def _target(clauses: Sequence[Mapping[str, Any]]) -> str:
+    """All patterns of a transform, less what others reach.
+
+    >>> _target([{"pattern": "re:.*mlp", "reaches": ["a", "b"], "ignore": ["re:.*down_proj"], "earlier": []}])
+    're:.*mlp (2) without re:.*down_proj'
+    """
+    reached = " and ".join(f"{clause['pattern']} ({len(clause['reaches'])})" for clause in clauses)
+    less = ", ".join(pattern for clause in clauses for pattern in (*clause["ignore"], *clause["earlier"]))
+    return (reached or "linears inside the blocks") + (f" without {less}" if less else "")
 
 
 def _show_sites(blocks: Sequence[Block]) -> None:
@@ -72,7 +74,7 @@ def _show_sites(blocks: Sequence[Block]) -> None:
 def _site_lines(block: Block) -> tuple[Row, ...]:
     return tuple(
         (
-            str(site["stage"] + 1),
+            str(site["stage"]),
             ", ".join(w.removeprefix(f"{block['name']}.").removesuffix(".weight") for w in site["weights"]),
             ", ".join(dict.fromkeys(" x ".join(map(str, shape)) for shape in site["weights"].values())),
             ", ".join(site["statistics"]) or "-",
@@ -108,7 +110,7 @@ def _ties(report: Mapping[str, Any]) -> Iterator[str]:
     for alias, name in report["ties"].items():
         yield f"{alias} is {name}"
     for name in report["untied"]:
-        yield f"{name} was tied and gets weights of its own"
+        yield f"{name} was tied, gets weights of its own"
 
 
 def _totals(totals: Mapping[str, Any]) -> Iterator[str]:

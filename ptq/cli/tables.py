@@ -75,5 +75,5 @@ def columns(*headers: str, text: int = 1) -> Table:
 
 
 def show(table: Table) -> None:
-    """Names are never cut: a line may be wider than the terminal, or go to a file."""
-    Console(width=1000).print(table)
+    """Names are never cut, nor read as markup: a line may be wider than the terminal, or go to a file."""
+    Console(width=1000, markup=False, emoji=False).print(table)

@@ -123,13 +123,13 @@ class _Estimator:
         return activations(self.plan, visit.segment, visit.tasks, passage, self.shares, self.place, self.offload)
 
     def _seconds(self, visit: _Visit, costs: Sequence[Cost], parked: Activations, plain: int, solved: float) -> Seconds:
-        passage = self._passage(visit.segment)
+        passage, rates = self._passage(visit.segment), self.rates
         return Seconds(
             passage.seconds * self._forwards(visit, parked) if visit.runs else 0.0,
             sum(c.statistics for c in costs) * passage.tokens * sum(self.shares),
             sum(c.solve for c in costs),
-            self._read(visit.segment) * self.rates.reading,
-            sum(c.writing for c in costs) + plain * self.rates.writing + (plain + solved) * self.rates.syncing,
+            self._read(visit.segment) * rates.reading,
+            sum(c.writing for c in costs) + plain * rates.writing + (plain + solved) * rates.syncing + rates.safe,
         )
 
     def _forwards(self, visit: _Visit, parked: Activations) -> float:

@@ -42,12 +42,13 @@ def _member(member: Member, table: Mapping[str, Labels]) -> dict[str, Any]:
 
 
 def _sites(plan: Plan, segment: Segment) -> Iterator[dict[str, Any]]:
-    """What reads the same tensor, and what is measured of it, stage by stage."""
-    for i, members in enumerate(plan.stages):
-        for task in tasks(members, segment):
-            for site, weights in task.sites.items():
-                shapes = {w: list(plan.model.params[w].shape) for w in weights}
-                yield {"stage": i, "site": site, "weights": shapes, "statistics": list(task.kinds(site))}
+    """What reads the same tensor, and what is measured of it, stage by stage in the order of parameters."""
+    order = {name: i for i, name in enumerate(segment.params)}
+    for number, members in enumerate(plan.stages, 1):
+        found = ((site, task) for task in tasks(members, segment) for site in task.sites)
+        for site, task in sorted(found, key=lambda pair: order[pair[1].sites[pair[0]][0]]):
+            shapes = {w: list(plan.model.params[w].shape) for w in task.sites[site]}
+            yield {"stage": number, "site": site, "weights": shapes, "statistics": list(task.kinds(site))}
 
 
 def _block(block: BlockEstimate) -> dict[str, Any]:

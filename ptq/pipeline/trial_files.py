@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from ptq.io.journal import Journal
 from ptq.io.writer import Writer
 from ptq.models.model import Model
-from ptq.pipeline.meter import Meter
+from ptq.pipeline.meter import Meter, timed, timed_well
 
-_BYTES = 1 << 24
+_BYTES = 1 << 26  # more than malloc keeps at hand, as large weights are
+_CPU = torch.device("cpu")
 
 
 class Rates(NamedTuple):
@@ -26,20 +27,30 @@ class Rates(NamedTuple):
     """a tensor as it is, into the result"""
     syncing: float
     """until what was written is on disk"""
+    safe: float
+    """seconds for each block, however small, until it is on disk and the journal says so"""
     room: float
     """bytes that the writer needs for each byte of a tensor, beside the tensor"""
 
 
 def file_rates(model: Model, writer: Writer, directory: Path) -> Rates:
-    """Measures all four on some 16 MiB each.
+    """Measures all of it on some 64 MiB.
 
     Args:
         model: a few bytes of its largest file are read, whatever they mean.
         writer: where its parameters will go.
-        directory: on the disk that is written to.
+        directory: where the writer writes.
     """
-    writing, room = _writing(model, writer)
-    return Rates(_reading(model.source), writing, _syncing(directory), room)
+    name, part = _part(model)
+    with Meter() as meter:
+        writer.add({name: part})
+    writing, _ = timed_well(_CPU, lambda: writer.add({name: part}))
+    written = writer.nbytes
+    syncing, _ = timed(_CPU, writer.sync)
+    journal = Journal(directory / "trial.jsonl")
+    safe, _ = timed(_CPU, lambda: (writer.sync(), journal.append({})))
+    per_byte = max(0.0, syncing - safe) / max(1, written)
+    return Rates(_reading(model.source), writing / part.nbytes, per_byte, safe, meter.peak / part.nbytes)
 
 
 def _reading(source: Path | None) -> float:
@@ -54,24 +65,10 @@ def _reading(source: Path | None) -> float:
         return (time.perf_counter() - began) / max(1, got)
 
 
-def _syncing(directory: Path) -> float:
-    with tempfile.TemporaryFile(dir=directory) as file:
-        file.write(bytes(_BYTES))
-        began = time.perf_counter()
-        file.flush()
-        os.fsync(file.fileno())
-        return (time.perf_counter() - began) / _BYTES
-
-
-def _writing(model: Model, writer: Writer) -> tuple[float, float]:
-    """By a part of the largest matrix."""
-    name, leaf = max(
-        ((n, leaf) for n, leaf in model.params.items() if len(leaf.shape) == 2), key=lambda p: p[1].shape.numel()
-    )
-    rows = max(1, min(leaf.shape[0], _BYTES // (leaf.shape[1] * leaf.dtype.itemsize)))
-    part = torch.zeros(rows, leaf.shape[1], dtype=leaf.dtype)
-    with Meter() as meter:
-        writer.add({name: part})
-    began = time.perf_counter()
-    writer.add({name: part})
-    return (time.perf_counter() - began) / part.nbytes, meter.peak / part.nbytes
+def _part(model: Model) -> tuple[str, Tensor]:
+    """Zeros in place of the first rows of the largest parameter."""
+    name = max(model.params, key=lambda n: model.params[n].shape.numel())
+    leaf = model.params[name]
+    rows, *inner = leaf.shape or (1,)
+    count = 1 + _BYTES // max(1, torch.Size(inner).numel() * leaf.dtype.itemsize)
+    return name, torch.zeros(min(rows, count), *inner, dtype=leaf.dtype)

@@ -8,7 +8,7 @@ lose the second, which hardly shows in small matrices and is nearly all there is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ from ptq.base import Params, State, Stats
 from ptq.errors import BadInput
 from ptq.io.writer import Writer
 from ptq.models.call import merge_stats
-from ptq.numerics.leaves import Leaf, Transposed
+from ptq.numerics.leaves import nbytes
 from ptq.numerics.stats import KINDS
 from ptq.pipeline.lines import weight_line
-from ptq.pipeline.meter import Meter, timed
+from ptq.pipeline.meter import Meter, timed_well
 from ptq.pipeline.place import Place
-from ptq.pipeline.plan import Plan, extras
+from ptq.pipeline.plan import Plan, extras, oriented_params
 from ptq.pipeline.tasks import Task
+from ptq.pipeline.weights import Weights
 
 _QUICK = 1 << 23  # numbers in weights and Gram matrices that are tried: a second or two, some hundred MB
 _REDUCTIONS = range(1, 65)
@@ -98,7 +99,7 @@ def _takes(plan: Plan, task: Task, k: int) -> bool:
     if any(_shape(plan, weights[0])[-1] % k for weights in task.sites.values()):
         return False
     trial = _Trial(plan, task, Place(torch.device("meta"), None), k)
-    state = State({n: trial.leaf(n) for n in task.params})
+    state = State(oriented_params({n: trial.leaf(n) for n in task.params}, plan.trace.transposed))
     try:
         for member in task.members:
             linked = {"links": member.links} if "links" in member.transform.needs else {}
@@ -123,57 +124,61 @@ class _Trial:
 
     def cost(self, rows: int, writer: Writer) -> Cost:
         """By the clock."""
-        inputs, device = self.inputs(rows), self.place.device
-        measuring, stats = timed(device, lambda: self.measured(inputs))
+        device, stats, statistics = self.place.device, Stats(), 0.0
+        for site, x in self.inputs(rows).items():
+            seconds, stats[site] = timed_well(device, lambda site=site, x=x: self.measured(site, x))
+            statistics += seconds * x.shape[-1] / x.numel()
         params = {n: self.leaf(n) for n in self.task.params}
-        solving, solved = timed(device, lambda: self.solved(params, stats))
-        writing, stored = timed(device, lambda: self.written(solved, writer))
+        solving, solved = timed_well(device, lambda: self.solved(params, stats))
+        writing, stored = timed_well(device, lambda: self.written(solved, writer))
         held = sum(t.numel() * t.element_size() for n in self.task.weights for t in tensors(solved[n]))
-        return Cost(measuring / rows, solving, writing, float(held), stored)
+        return Cost(statistics, solving, writing, float(held), stored)
 
     def working(self, rows: int, writer: Writer) -> int:
         """By the gauge, at full size: with rows reduced likewise, all grows with the square."""
         inputs, params = self.inputs(-(-rows // self.k)), {n: self.leaf(n) for n in self.task.params}
         with Meter() as solve:
-            solved = self.solved(params, merge_stats(self.measured(inputs), self.measured(inputs)))
+            first, second = ({site: self.measured(site, x) for site, x in inputs.items()} for _ in range(2))
+            solved = self.solved(params, merge_stats(first, second))
         with Meter() as writing:
             self.written(solved, writer)
         return max(solve.peak, writing.peak) * self.k**2
 
-    def leaf(self, name: str) -> Leaf:
-        """In place of a weight."""
-        shape = _shape(self.plan, name)
+    def leaf(self, name: str) -> Tensor:
+        """In place of a parameter, as the module stores it."""
+        shape = self.plan.model.params[name].shape
         reduced = (*shape[:-2], *(-(-n // self.k) for n in shape[-2:]))
-        leaf = self._random(reduced, self.plan.model.params[name].dtype)
-        return Transposed(leaf) if name in self.plan.trace.transposed else leaf
+        return self._random(reduced, self.plan.model.params[name].dtype)
 
     def inputs(self, rows: int) -> dict[str, Tensor]:
-        """In place of what flows into each site; stacks of weights share the rows."""
+        """In place of what flows into each site that is measured; stacks of weights share the rows."""
         found: dict[str, Tensor] = {}
-        for site, weights in self.task.sites.items():
-            *e, _, columns = _shape(self.plan, weights[0])
+        for site, weights in ((s, ws) for s, ws in self.task.sites.items() if self.task.kinds(s)):
+            *e, _, full = _shape(self.plan, weights[0])
+            columns = full // self.k
+            each = max(-(-rows // torch.Size(e).numel()), 2 * columns)  # so many that a Gram matrix is well conditioned
             dtype = self.place.dtype or self.plan.model.params[weights[0]].dtype
-            found[site] = self._random((*e, -(-rows // torch.Size(e).numel()), columns // self.k), dtype)
+            found[site] = self._random((*e, each, columns), dtype)
         return found
 
-    def measured(self, inputs: Mapping[str, Tensor]) -> Stats:
-        return {
-            site: {kind: KINDS[kind].measure(inputs[site]) for kind in kinds}
-            for site in self.task.sites
-            if (kinds := self.task.kinds(site))
-        }
+    def measured(self, site: str, x: Tensor) -> dict[str, Any]:
+        return {kind: KINDS[kind].measure(x) for kind in self.task.kinds(site)}
 
     def solved(self, params: Params, stats: Stats) -> Params:
-        """What the driver does with weights and statistics; the lines of its report cost products too."""
-        state, seen = State(params), stats
+        """What the driver does with weights and statistics: checks and lines of the report cost something too."""
+        weights = Weights(params, self.plan.trace.transposed, self.place)
+        before = weights.load(self.task.params)
+        state, seen = State(before), stats
         for member in self.task.members:
             share = self.task.share(member)
             for part in [share] if member.transform.scope == "block" else [{s: ws} for s, ws in share.items()]:
                 given = extras(member, 0, next(iter(part)), member.links)
                 state, seen = member.transform.apply(state, seen, part, **given)
-        for site, weight in ((s, w) for s, weights in self.task.sites.items() for w in weights):
-            weight_line(weight, site, params[weight], state.params[weight], stats, seen)
-        return state.params
+        for site, name in ((s, w) for s, names in self.task.sites.items() for w in names):
+            weight_line(name, site, before[name], state.params[name], stats, seen)
+        weights.store({name: state.params[name] for name in self.task.weights})
+        weights.close()
+        return {name: weights.params[name] for name in self.task.weights}
 
     def written(self, solved: Params, writer: Writer) -> tuple[float, ...]:
         """Bytes that each result takes in files."""
@@ -181,7 +186,7 @@ class _Trial:
         for name in self.task.weights:
             before = writer.nbytes
             writer.add({name: solved[name]})
-            sizes.append(float(writer.nbytes - before))
+            sizes.append(float(writer.nbytes - before or nbytes(solved[name])))  # or it waits for its group
         return tuple(sizes)
 
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
