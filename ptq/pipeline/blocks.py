@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,16 @@ from ptq.pipeline.plan import Member, Plan, extras, stage_sites
 from ptq.pipeline.preserve import float32, floats, refuse_change
 from ptq.pipeline.spine import Arrived, Batch
 from ptq.pipeline.weights import Weights, refuse_not_finite, refuse_result, refuse_unmeasured
+
+
+class Solved(NamedTuple):
+    """What became of the weights of some sites."""
+
+    sites: Sequence[str]
+    params: Params
+    """those that changed"""
+    lines: list[dict[str, Any]]
+    """of the report"""
 
 
 class BlockRunner:
@@ -105,9 +115,17 @@ class BlockRunner:
         for site in [s for s in self.sites if s not in self.plan.trace.sites]:
             self._solve(self.home[site], [site], {})
 
-    def solve_segment(self, segment: Segment) -> None:
-        """Solves all of a segment's weights at once, without having seen anything."""
-        self._solve(segment, self._own(segment), {})
+    def parts(self, segment: Segment) -> list[list[str]]:
+        """Sites of a segment that must be solved together, where nothing is measured."""
+        own = self._own(segment)
+        return [own] if self._whole & set(own) else [[site] for site in own]
+
+    def take(self, solved: Solved) -> None:
+        """Stores what became of some weights, and notes their lines."""
+        self.weights.store(solved.params)
+        for line in solved.lines:
+            self._rows.setdefault(self._owner[line["name"]].name, []).append(line)
+        self.todo -= set(solved.sites)
 
     def finished(self, segment: Segment) -> Segment:
         """The segment, once all its work is done; refused where no token ever reached a weight."""
@@ -133,13 +151,16 @@ class BlockRunner:
             return own
         return [site for site in own if site in self._whole]
 
-    @torch.no_grad()
     def _solve(self, segment: Segment, sites: Sequence[str], stats: Stats) -> None:
-        """All solves of some sites, in written order, each on the result of the one before."""
+        self.take(self.solved(segment, sites, stats))
+
+    @torch.no_grad()
+    def solved(self, segment: Segment, sites: Sequence[str], stats: Stats) -> Solved:
+        """All solves of some sites, in written order, each on the result of the one before; nothing is stored yet."""
         todo = [{s: ws for s in sites if (ws := self._left(m, s))} for m in self.solves]
         reads = {w: s for mine in todo for s, ws in mine.items() for w in ws}
         if not reads:
-            return
+            return Solved(sites, {}, [])
         refuse_unmeasured(stats, [site for site in dict.fromkeys(reads.values()) if self.sites[site]])
         refuse_not_finite(stats)
         whole = [m for m, mine in zip(self.solves, todo, strict=True) if mine and m.transform.scope == "block"]
@@ -151,13 +172,12 @@ class BlockRunner:
                 state, after = self._applied(member, state, after, part)
         who = ", ".join(m.transform.name for m, mine in zip(self.solves, todo, strict=True) if mine)
         self.weights.refuse_written(before, who)
+        lines: list[dict[str, Any]] = []
         for name, site in reads.items():
             notes = self._notes_on(name, site)
-            line = weight_line(name, site, before[name], state.params[name], stats, after, notes)
-            refuse_result(name, state.params[name], line["error"], who)
-            self._rows.setdefault(self._owner[name].name, []).append(line)
-        self.weights.store({n: leaf for n, leaf in state.params.items() if leaf is not before[n]})
-        self.todo -= set(sites)
+            lines.append(weight_line(name, site, before[name], state.params[name], stats, after, notes))
+            refuse_result(name, state.params[name], lines[-1]["error"], who)
+        return Solved(sites, {n: leaf for n, leaf in state.params.items() if leaf is not before[n]}, lines)
 
     def _applied(self, member: Member, state: State, stats: Stats, part: Sites) -> tuple[State, Stats]:
         """One transform on some sites. Statistics that were put away are on the device for as long as it runs."""

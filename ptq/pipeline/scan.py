@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
+
+import torch
 
 from ptq.base import Stage, State
 from ptq.io.job import Report
 from ptq.io.save import Store
 from ptq.models.call import stand_ins
 from ptq.models.probe import Segment
-from ptq.pipeline.blocks import BlockRunner
+from ptq.pipeline.ahead import ahead
+from ptq.pipeline.blocks import BlockRunner, Solved
 from ptq.pipeline.offload import Offload
 from ptq.pipeline.place import Place, computed
 from ptq.pipeline.plan import Member, Plan, needs_data
 from ptq.pipeline.report import peak_bytes
 from ptq.pipeline.spine import Batch, Spine, Stop
 from ptq.pipeline.weights import Weights
+
+_WORKERS = 4
+"""weights that are worked on at a time where nothing is measured; more would wait for the disk, and take memory"""
 
 
 class Job(NamedTuple):
@@ -123,14 +130,20 @@ class _Pass:
     host: Host
 
     def dataless(self) -> Iterator[Segment]:
-        """Nothing is measured, so no forward runs."""
-        for i, segment in enumerate(self.left):
-            self._begin(segment)
-            self.weights.begin_block(name for s in self.left[i + 1 : i + 2] for name in s.params)
-            with self.job.place.alone():
-                self.runner.solve_segment(segment)
-            yield self.runner.finished(segment)
-            self._finish(segment)
+        """Nothing is measured, so no forward runs, and weights are worked on ahead of those that are being written."""
+        parts = {segment: self.runner.parts(segment) for segment in self.left}
+        flat = ((segment, sites) for segment in self.left for sites in parts[segment])
+        with closing(ahead(self._solved, flat, min(torch.get_num_threads(), _WORKERS))) as solved:
+            for segment in self.left:
+                self._begin(segment)
+                for _ in parts[segment]:
+                    self.runner.take(next(solved))
+                yield self.runner.finished(segment)
+                self._finish(segment)
+
+    def _solved(self, part: tuple[Segment, Sequence[str]]) -> Solved:
+        with self.job.place.alone():
+            return self.runner.solved(*part, {})
 
     def spined(self) -> Iterator[Segment]:
         """Segments in the plan's order, each when no micro-batch will meet it unfinished.

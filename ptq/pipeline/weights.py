@@ -70,7 +70,7 @@ class Weights:
             _refuse_weight(name, leaf)
         moved = {n: _moved(leaf, self.place.device) for n, leaf in leaves.items()}
         params = oriented_params(moved, self.transposed)
-        self._versions = {n: _version(leaf) for n, leaf in params.items()}
+        self._versions.update({n: _version(leaf) for n, leaf in params.items()})
         return params
 
     def _read(self, name: str) -> Leaf:
@@ -79,7 +79,7 @@ class Weights:
 
     def refuse_written(self, loaded: Params, who: str) -> None:
         """Refuses a transform that wrote into a weight it was given instead of making a new one."""
-        for name in (n for n in loaded if n in self._versions and self._versions[n] != _version(loaded[n])):
+        for name in (n for n in loaded if self._versions.pop(n) != _version(loaded[n])):
             raise BadInput(f"{name}: {who} changed this weight in place; a transform returns new tensors")
 
     def release(self, names: Iterable[str]) -> None:
