@@ -139,7 +139,7 @@ def _(value: types.FunctionType, seen: set[int]) -> Iterator[bytes]:
     seen.add(id(value))
     yield f"{value.__module__}.{value.__qualname__}".encode()
     yield from _pieces([_content(cell) for cell in value.__closure__ or ()], seen)
-    if value.__module__.partition(".")[0] != __name__.partition(".")[0]:  # our own code is what its version says
+    if (value.__module__ or "").partition(".")[0] != __name__.partition(".")[0]:  # our own is what its version says
         called = [value.__globals__.get(name) for name in value.__code__.co_names]
         beside = [f for f in called if isinstance(f, types.FunctionType) and f.__module__ == value.__module__]
         yield from _pieces((value.__code__, value.__defaults__, value.__kwdefaults__, beside), seen)
