@@ -142,28 +142,27 @@ def forked(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_any_moment(moment: str, recipe: Recipe, tmp_path: Path) -> None:
+def test_killed_at_any_moment(moment: str, when: str, recipe: Recipe, tmp_path: Path) -> None:
     if not recipe.calls[moment]:
         pytest.skip("this recipe has no such moment")
-    out, draw = tmp_path / "out", random.Random(moment)  # noqa: S311  # no secret
-    for when in ("before", "after"):
-        # Not the very last ones: how much is read ahead at the end is a matter of luck.
-        counter = Counter(draw.randint(1, 1 + 3 * recipe.calls[moment] // 4), **{when: kill})
+    out, draw = tmp_path / "out", random.Random(moment + when)  # noqa: S311  # no secret
+    # Not the very last ones: how much is read ahead at the end is a matter of luck.
+    counter = Counter(draw.randint(1, 1 + 3 * recipe.calls[moment] // 4), **{when: kill})
 
-        def work(counter: Counter = counter) -> None:
-            counted(pytest.MonkeyPatch(), moment, counter)
-            save(recipe.start(), out, shard_size=SHARD)
+    def work() -> None:
+        counted(pytest.MonkeyPatch(), moment, counter)
+        save(recipe.start(), out, shard_size=SHARD)
 
-        assert forked(work) == -signal.SIGKILL
-        if (when, moment) == ("after", "rename"):
-            assert contents(out) == recipe.whole
-        else:
-            assert not out.exists()
-        save(recipe.start(), out, shard_size=SHARD, resume=True)
+    assert forked(work) == -signal.SIGKILL
+    if (when, moment) == ("after", "rename"):
         assert contents(out) == recipe.whole
-        assert [p.name for p in tmp_path.iterdir()] == ["out"]
-        shutil.rmtree(out)
+    else:
+        assert not out.exists()
+    save(recipe.start(), out, shard_size=SHARD, resume=True)
+    assert contents(out) == recipe.whole
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_killed_again_and_again(recipe: Recipe, tmp_path: Path) -> None:
@@ -183,7 +182,7 @@ def test_killed_again_and_again(recipe: Recipe, tmp_path: Path) -> None:
 WRITING = ("write", "sync", "marker", "aside", "header", "side files", "what made it")
 
 
-@pytest.mark.parametrize("point", range(10))
+@pytest.mark.parametrize("point", [p if p % 2 else pytest.param(p, marks=pytest.mark.slow) for p in range(10)])
 def test_a_full_disk(point: int, recipe: Recipe, tmp_path: Path) -> None:
     """Everything that writes is made to fail at ten points of a run, having written a part."""
     out, partial = tmp_path / "out", tmp_path / "out.partial"
