@@ -465,6 +465,7 @@ def test_a_signal_before_the_first_block_leaves_nothing(deep: Path, out: Path) -
     assert ("kept in" in err) == bool(list(out.parent.iterdir()))
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(cli: Callable[..., Done], deep: Path, out: Path) -> None:
     journal = out.with_name("out.partial") / "job.jsonl"
     with spawned("compress", deep, out, *LONG) as process:

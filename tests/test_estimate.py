@@ -253,7 +253,7 @@ def llama_of(hidden: int, inner: int, blocks: int) -> Any:
 
 
 LARGE = [
-    pytest.param(1024, 2816, 24, 1 << 29, id="0.4B, 512 MiB"),
+    pytest.param(1024, 2816, 24, 1 << 29, id="0.4B, 512 MiB", marks=pytest.mark.slow),
     pytest.param(8192, 28672, 80, 1 << 30, id="78B, 1 GiB", marks=pytest.mark.slow),
 ]
 
