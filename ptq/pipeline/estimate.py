@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ptq.pipeline.batches import few_tokens
 from ptq.pipeline.budget import memory_limit, resident_bytes
 from ptq.pipeline.estimates import BlockEstimate, Estimate, Seconds
 from ptq.pipeline.plan import Member, needs_data
-from ptq.pipeline.scan import Job
+from ptq.pipeline.scan import Job, workers
 from ptq.pipeline.spine import Batch
 from ptq.pipeline.tasks import Task, signature, tasks
 from ptq.pipeline.trial_files import Rates, file_rates
@@ -41,13 +42,21 @@ def estimate(job: Job, out: str | Path | None = None) -> Estimate:
         out: where the result will be: that disk is tried. Default: the system's place for temporary files.
     """
     resident, limit = resident_bytes(job.place.device), memory_limit(job.place.device)
-    with tempfile.TemporaryDirectory(dir=_existing(out), prefix="ptq-trial-") as scratch:
-        writer = Writer(job.plan.model, Path(scratch), "auto", 1 << 40)
-        try:
-            rates, free = file_rates(job.plan.model, writer, Path(scratch)), shutil.disk_usage(scratch).free
-            return Estimate(tuple(_Estimator(job, writer, rates).blocks()), resident, limit, free)
-        finally:
-            writer.abort()
+    with (
+        tempfile.TemporaryDirectory(dir=_existing(out), prefix="ptq-trial-") as scratch,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        free = shutil.disk_usage(scratch).free
+        # In a thread, as a run does: OpenMP waits in another way where several threads compute.
+        return Estimate(thread.submit(_tried, job, Path(scratch)).result(), resident, limit, free)
+
+
+def _tried(job: Job, scratch: Path) -> tuple[BlockEstimate, ...]:
+    writer = Writer(job.plan.model, scratch, "auto", 1 << 40)
+    try:
+        return tuple(_Estimator(job, writer, file_rates(job.plan.model, writer, scratch)).blocks())
+    finally:
+        writer.abort()
 
 
 def _existing(out: str | Path | None) -> Path | None:
@@ -65,6 +74,8 @@ class _Visit(NamedTuple):
     tasks: list[Task]
     runs: bool
     """whether micro-batches go through it"""
+    flight: int
+    """bytes of all weights that are worked on at a time, where nothing is measured"""
 
 
 class _Estimator:
@@ -94,9 +105,16 @@ class _Estimator:
         work = [list(tasks(members, segment)) for segment in segments]
         checks = any(m.transform.kind == "reparam" for m in members)
         met = [i for i, s in enumerate(segments) if work[i] or (checks and s.module is not None)]
-        end = max(met, default=-1) if any(map(needs_data, members)) else -1  # there forwards end
+        if not any(map(needs_data, members)):
+            flight = self._flight(task for found in work for task in found)
+            return [_Visit(s, None, members, found, False, flight) for s, found in zip(segments, work, strict=True)]
+        end = max(met, default=-1)  # there forwards end
         pairs = zip(segments, (*segments[1:], None), work, strict=True)
-        return [_Visit(s, after, members, found, i <= end) for i, (s, after, found) in enumerate(pairs)]
+        return [_Visit(s, after, members, found, i <= end, 0) for i, (s, after, found) in enumerate(pairs)]
+
+    def _flight(self, found: Iterable[Task]) -> int:
+        """So many of the largest tasks are worked on at a time."""
+        return workers() * max((self._cost(task).working + self._read(task.params) for task in found), default=0)
 
     def _block(self, visit: _Visit) -> BlockEstimate:
         names, costs = visit.segment.params, [self._cost(task) for task in visit.tasks]
@@ -110,10 +128,19 @@ class _Estimator:
             sum(nbytes(self.params[n]) for n in names),
             sum(map(self._computed, names if visit.runs else ())),
             round(sum(solved.values())) + sum(size * self._copies(n) for n, size in plain.items()),
-            self._read(visit.segment) + self._read(visit.following) + sum(map(self._cast, names if visit.runs else ())),
+            self._weights(visit, plain),
             parked,
             round(sum(c.solved for c in costs)) + max(rooms, default=0),
             self._seconds(visit, costs, parked, sum(plain.values()), sum(solved.values(), 0.0)),
+        )
+
+    def _weights(self, visit: _Visit, plain: Iterable[str]) -> int:
+        """Bytes of weights that are in memory."""
+        if visit.flight:
+            return visit.flight + self._read(plain)
+        after = visit.following.params if visit.following else ()
+        return self._read((*visit.segment.params, *after)) + sum(
+            map(self._cast, visit.segment.params if visit.runs else ())
         )
 
     def _activations(self, visit: _Visit) -> Activations:
@@ -128,7 +155,7 @@ class _Estimator:
             passage.seconds * self._forwards(visit, parked) if visit.runs else 0.0,
             sum(c.statistics for c in costs) * passage.tokens * sum(self.shares),
             sum(c.solve for c in costs),
-            self._read(visit.segment) * rates.reading,
+            self._read(visit.segment.params) * rates.reading,
             sum(c.writing for c in costs) + plain * rates.writing + (plain + solved) * rates.syncing + rates.safe,
         )
 
@@ -165,10 +192,9 @@ class _Estimator:
         own = self.params[name].dtype
         return self.place.dtype if self.place.dtype and own.is_floating_point else own
 
-    def _read(self, segment: Segment | None) -> int:
+    def _read(self, names: Iterable[str]) -> int:
         """Bytes that are read from files."""
-        leaves = [self.params[n] for n in segment.params] if segment else []
-        return sum(nbytes(leaf) for leaf in leaves if isinstance(leaf, Lazy))
+        return sum(nbytes(self.params[n]) for n in names if isinstance(self.params[n], Lazy))
 
     def _copies(self, name: str) -> int:
         """Under how many names a parameter is stored: loaders tie all or nothing."""

@@ -36,7 +36,7 @@ class BlockEstimate(NamedTuple):
     stored: int
     """of its weights as they will be stored"""
     weights: int
-    """of weights in memory: as they are read, cast where that is not the same, and the next block's, read ahead"""
+    """of weights in memory: as they are read, cast where that is not the same, and those that are worked on ahead"""
     activations: Activations
     working: int
     """what statistics, solves and the writer need, solved weights included"""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_TIMES, _SHORT = 5, 0.2
+_TIMES, _SHORT = 5, 0.5
 
 
 class Meter(TorchDispatchMode):

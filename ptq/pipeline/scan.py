@@ -26,7 +26,11 @@ from ptq.pipeline.spine import Batch, Spine, Stop
 from ptq.pipeline.weights import Weights
 
 _WORKERS = 4
-"""weights that are worked on at a time where nothing is measured; more would wait for the disk, and take memory"""
+
+
+def workers() -> int:
+    """Weights that are worked on at a time where nothing is measured; more would wait for the disk, and take memory."""
+    return min(torch.get_num_threads(), _WORKERS)
 
 
 class Job(NamedTuple):
@@ -133,7 +137,7 @@ class _Pass:
         """Nothing is measured, so no forward runs, and weights are worked on ahead of those that are being written."""
         parts = {segment: self.runner.parts(segment) for segment in self.left}
         flat = ((segment, sites) for segment in self.left for sites in parts[segment])
-        with closing(ahead(self._solved, flat, min(torch.get_num_threads(), _WORKERS))) as solved:
+        with closing(ahead(self._solved, flat, workers())) as solved:
             for segment in self.left:
                 self._begin(segment)
                 for _ in parts[segment]:
