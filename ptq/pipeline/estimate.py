@@ -74,8 +74,8 @@ class _Visit(NamedTuple):
     tasks: list[Task]
     runs: bool
     """whether micro-batches go through it"""
-    flight: int
-    """bytes of all weights that are worked on at a time, where nothing is measured"""
+    flight: int | None
+    """bytes of all that is worked on at a time, where nothing is measured"""
 
 
 class _Estimator:
@@ -110,7 +110,7 @@ class _Estimator:
             return [_Visit(s, None, members, found, False, flight) for s, found in zip(segments, work, strict=True)]
         end = max(met, default=-1)  # there forwards end
         pairs = zip(segments, (*segments[1:], None), work, strict=True)
-        return [_Visit(s, after, members, found, i <= end, 0) for i, (s, after, found) in enumerate(pairs)]
+        return [_Visit(s, after, members, found, i <= end, None) for i, (s, after, found) in enumerate(pairs)]
 
     def _flight(self, found: Iterable[Task]) -> int:
         """So many of the largest tasks are worked on at a time."""
@@ -136,7 +136,7 @@ class _Estimator:
 
     def _weights(self, visit: _Visit, plain: Iterable[str]) -> int:
         """Bytes of weights that are in memory."""
-        if visit.flight:
+        if visit.flight is not None:
             return visit.flight + self._read(plain)
         after = visit.following.params if visit.following else ()
         return self._read((*visit.segment.params, *after)) + sum(
@@ -151,12 +151,16 @@ class _Estimator:
 
     def _seconds(self, visit: _Visit, costs: Sequence[Cost], parked: Activations, plain: int, solved: float) -> Seconds:
         passage, rates = self._passage(visit.segment), self.rates
+        solves, reading = sum(c.solve for c in costs), self._read(visit.segment.params) * rates.reading
+        writing = sum(c.writing for c in costs) + plain * rates.writing + (plain + solved) * rates.syncing + rates.safe
+        if visit.flight is not None:  # written beside the others' solves
+            writing = max(0.0, writing - solves - reading)
         return Seconds(
             passage.seconds * self._forwards(visit, parked) if visit.runs else 0.0,
             sum(c.statistics for c in costs) * passage.tokens * sum(self.shares),
-            sum(c.solve for c in costs),
-            self._read(visit.segment.params) * rates.reading,
-            sum(c.writing for c in costs) + plain * rates.writing + (plain + solved) * rates.syncing + rates.safe,
+            solves,
+            reading,
+            writing,
         )
 
     def _forwards(self, visit: _Visit, parked: Activations) -> float:
