@@ -1,4 +1,4 @@
-"""Threads share a heap where the command line asks for it, and do not where nobody does."""
+"""Threads share a heap, without large tensors, where the command line asks for it, and not where nobody does."""
 
 from __future__ import annotations
 
@@ -37,3 +37,32 @@ here.wait()
 def test_threads_share_a_heap(asked: str, heaps: int) -> None:
     done = subprocess.run([sys.executable, "-c", COUNT, asked], capture_output=True, text=True, check=True)
     assert done.stdout.count("<heap nr=") == heaps
+
+
+LARGE = """
+import ctypes, sys
+from ptq.cli.heap import one_heap
+
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+if sys.argv[1] == "one":
+    one_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.mallinfo2.restype = ctypes.c_void_p, Info
+before = libc.mallinfo2().hblks
+for _ in range(2):
+    block = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(16 << 20)))
+    apart = libc.mallinfo2().hblks - before
+    libc.free(block)
+print(apart)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc learns from what it gave back")
+@pytest.mark.parametrize(("asked", "apart"), [("one", "1"), ("none", "0")])
+def test_what_is_large_stays_out_of_it(asked: str, apart: str) -> None:
+    """By default memory that was given back once is kept in the heap the next time."""
+    done = subprocess.run([sys.executable, "-c", LARGE, asked], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == apart

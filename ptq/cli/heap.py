@@ -1,19 +1,26 @@
-"""One heap for all threads."""
+"""One heap for all threads, and large tensors outside it."""
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
 
-_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as malloc.h numbers them
+_LARGE = 8 << 20
+_SPARE = 64 << 20
 
 
 def one_heap() -> None:
-    """Makes glibc give new threads the heap that is there.
+    """Makes glibc give back what is freed, whichever thread freed it.
 
     By default each thread gets a heap of its own and keeps in it what it once needed. Micro-batches run one at a time,
-    each in its thread, so that is memory for all of them at once: 1.4 GB instead of 0.9 on SmolLM2 at 64 windows. Other
-    C libraries have no such word, or no such heaps.
+    each in its thread, so that is memory for all of them at once. In one heap what is parked leaves holes; tensors of
+    8 MiB and more are kept out of it, where they come and go without a trace, and less would cost time. SmolLM2 at 64
+    windows takes 1.43 GiB by default, 0.98 in one heap and 0.89 without the large ones. Other C libraries have no such
+    words.
     """
     with suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_ARENA_MAX, 1)
+        mallopt(_MMAP_THRESHOLD, _LARGE)
+        mallopt(_TRIM_THRESHOLD, _SPARE)  # else a fixed threshold makes the heap shrink and grow all the time
