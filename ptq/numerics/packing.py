@@ -1,8 +1,10 @@
 """Codes of 1 to 8 bits as a bit stream in 32-bit words, the layout that loaders read.
 
 A row is one little-endian stream: code c takes bits `[c b, (c + 1) b)`, bit 0 of word 0 first, so codes may straddle
-words. A signed code q is stored as `q + 2^(b-1)`; unused trailing bits are 0. Where b divides 8 the codes of a byte are
-joined in a byte; else eight codes are b whole bytes, joined in a 64-bit integer whose first b bytes are kept.
+words. A signed code q is stored as `q + 2^(b-1)`; unused trailing bits are 0.
+
+Eight codes are b whole bytes. They are read as one 64-bit integer whose 8-bit lanes hold a code each; three times two
+neighbouring lanes are joined, until the integer's first b bytes are the stream. Unpacking goes the other way.
 """
 
 from __future__ import annotations
@@ -11,6 +13,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Int8, Int32
 from torch import Tensor
+
+from ptq.numerics.chunks import by_rows
+
+_LANES = (8, 16, 32)
+"""bits of the lanes that are joined in pairs"""
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""integers of as many bytes"""
 
 
 def pack(codes: Int8[Tensor, "*rows count"], bits: int) -> Int32[Tensor, "*rows words"]:
@@ -26,15 +35,13 @@ def pack(codes: Int8[Tensor, "*rows count"], bits: int) -> Int32[Tensor, "*rows 
     >>> f"{pack(torch.tensor([[-7, -3, -3, -8, 0, -3, -5, -7]], dtype=torch.int8), 4).item():x}"
     '13580551'
     """
-    count, (dtype, each, size) = codes.shape[-1], _unit(bits)
-    # Modulo 256 an offset of 128 is the same for int8 and uint8, so b = 8 needs no wider type here.
-    unsigned = F.pad((codes + (1 << (bits - 1))).view(torch.uint8), (0, -count % each)).unflatten(-1, (-1, each))
-    joined = torch.zeros(unsigned.shape[:-1], dtype=dtype, device=codes.device)
-    for j in range(each):
-        joined |= unsigned[..., j].to(dtype) << (j * bits)
-    stream = joined.unsqueeze(-1).view(torch.uint8)[..., :size].flatten(-2)
-    need = 4 * -(-count * bits // 32)
-    return _dense(F.pad(stream, (0, need - stream.shape[-1]))).view(torch.int32)
+    need = 4 * -(-codes.shape[-1] * bits // 32)
+
+    def words(rows: Tensor) -> Tensor:
+        stream = _joined(rows, bits)
+        return _dense(F.pad(stream, (0, need - stream.shape[-1]))).view(torch.int32)
+
+    return by_rows(words, codes)
 
 
 def unpack(
@@ -52,14 +59,9 @@ def unpack(
     tensor([[ 3, -4,  0]], dtype=torch.int8)
     """
     if straddle:
-        dtype, each, size = _unit(bits)
-        stream = _dense(words).view(torch.uint8)
-        stream = F.pad(stream, (0, size * -(-count // each) - stream.shape[-1])).unflatten(-1, (-1, size))
-        joined = _dense(F.pad(stream, (0, dtype.itemsize - size))).view(dtype).squeeze(-1)
-    else:
-        joined, each = words, 32 // bits
-    mask, offset = (1 << bits) - 1, 1 << (bits - 1)
-    codes = torch.stack([(joined >> (j * bits)).bitwise_and_(mask).to(torch.int8) for j in range(each)], dim=-1)
+        return by_rows(lambda rows: _parted(rows, bits, count), words)
+    each, mask, offset = 32 // bits, (1 << bits) - 1, 1 << (bits - 1)
+    codes = torch.stack([(words >> (j * bits)).bitwise_and_(mask).to(torch.int8) for j in range(each)], dim=-1)
     return codes.flatten(-2)[..., :count].contiguous().sub_(offset)
 
 
@@ -80,9 +82,42 @@ def unpack_down(
     return unpack(words.mT.contiguous(), bits, count, straddle).mT.contiguous()
 
 
-def _unit(bits: int) -> tuple[torch.dtype, int, int]:
-    """The integer that codes are joined in, how many codes, and how many of its bytes they fill."""
-    return (torch.uint8, 8 // bits, 1) if 8 % bits == 0 else (torch.int64, 8, bits)
+def _joined(codes: Tensor, bits: int) -> Tensor:
+    """The stream's bytes `[*rows, eights * bits]`."""
+    count = codes.shape[-1]
+    lanes = _dense(F.pad(codes, (0, -count % 8), value=-(1 << (bits - 1)))).view(torch.int64)
+    lanes &= _repeated((1 << bits) - 1, 8)
+    lanes ^= _repeated(1 << (bits - 1), 8)  # modulo 2^b the same as adding
+    for lane in _LANES if bits < 8 else ():
+        field = lane // 8 * bits
+        upper = (lanes >> (lane - field)).bitwise_and_(_repeated(((1 << field) - 1) << field, 2 * lane))
+        lanes.bitwise_and_(_repeated((1 << field) - 1, 2 * lane)).bitwise_or_(upper)
+    if bits in _WHOLE:  # a cast keeps the first bytes, faster than a slice
+        return lanes.to(_WHOLE[bits]).view(torch.uint8)
+    return lanes.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
+
+
+def _parted(words: Tensor, bits: int, count: int) -> Tensor:
+    """The codes of streams."""
+    stream = _dense(words).view(torch.uint8)
+    need = -(-count // 8) * bits
+    stream = F.pad(stream, (0, need - stream.shape[-1]))
+    if bits in _WHOLE:
+        lanes = _dense(stream).view(_WHOLE[bits]).to(torch.int64)
+    else:
+        lanes = _dense(F.pad(stream.unflatten(-1, (-1, bits)), (0, 8 - bits))).view(torch.int64).squeeze(-1)
+    lanes &= _repeated((1 << 8 * bits) - 1, 64)  # a cast repeats the sign
+    for lane in reversed(_LANES) if bits < 8 else ():
+        field = lane // 8 * bits
+        upper = (lanes << (lane - field)).bitwise_and_(_repeated(((1 << field) - 1) << lane, 2 * lane))
+        lanes.bitwise_and_(_repeated((1 << field) - 1, 2 * lane)).bitwise_or_(upper)
+    return lanes.view(torch.int8)[..., :count].contiguous().sub_(1 << (bits - 1))
+
+
+def _repeated(field: int, lane: int) -> int:
+    """A signed 64-bit integer with the same bits in each of its lanes."""
+    whole = sum(field << at for at in range(0, 64, lane))
+    return whole - (1 << 64) if whole >> 63 else whole
 
 
 def _dense(t: Tensor) -> Tensor:
