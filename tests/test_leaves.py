@@ -17,6 +17,7 @@ from ptq.numerics.leaves import (
     compressed,
     dense,
     nbytes,
+    per_tile,
     spread,
     take,
     unquantized,
@@ -61,6 +62,8 @@ def test_each_tile_serves_its_elements(seed: int, tile: int, out: int, columns: 
     for i in range(out):
         for j in range(columns):
             assert torch.equal(got[..., i, j], scale[..., i // high, j // wide])
+    levels = randn(seed + 1, *e, out, columns)
+    assert torch.equal(per_tile(torch.div, levels, scale), levels / got)
 
 
 def test_a_sparse_leaf_is_zero_where_it_says_so() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ptq._tree import tensors, tree_map
 
-CHUNK = 1 << 17
-"""Elements worked on at a time: half a megabyte in float32, and enough that Python's own time does not count."""
+CHUNK = 1 << 19
+"""Elements worked on at a time: two megabytes in float32, and enough that Python's own time does not count."""
 
 
 def by_rows(function: Callable[..., Tensor], matrix: Tensor, *facts: Tensor) -> Tensor:

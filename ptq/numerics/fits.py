@@ -16,7 +16,7 @@ from torch import Tensor
 from ptq.errors import BadInput
 from ptq.numerics.chunks import CHUNK, by_rows
 from ptq.numerics.grids import Grid
-from ptq.numerics.leaves import Quantized, spread
+from ptq.numerics.leaves import Quantized, per_tile
 from ptq.numerics.schemes import Scheme
 from ptq.numerics.stats import accumulated
 from ptq.types import Diagonal, Scale, Weight
@@ -110,9 +110,9 @@ def quantize(w: Weight, scale: Scale, zero: Num[Tensor, "*e rows groups"] | None
     """
 
     def codes(w: Tensor, scale: Tensor, *zero: Tensor) -> Tensor:
-        levels = accumulated(w) / spread(accumulated(scale), w.shape)
+        levels = per_tile(torch.div, accumulated(w), accumulated(scale))
         for offset in zero:
-            levels = levels + spread(grid.decode(offset), w.shape)
+            levels = per_tile(torch.add, levels, grid.decode(offset))
         return grid.encode(grid.round(levels))
 
     facts = (scale,) if zero is None else (scale, zero)

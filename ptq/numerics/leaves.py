@@ -5,6 +5,7 @@ Dimensions are `[*e, out, in]`: `*e` stands for stacked experts or nothing, grou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import singledispatch
 from typing import Any
 
@@ -114,8 +115,8 @@ def _(leaf: Quantized) -> Tensor:
     scale = leaf.scale.to(torch.promote_types(leaf.scale.dtype, torch.float32))
     levels = leaf.grid.decode(leaf.codes)
     if leaf.zero is not None:
-        levels = levels - spread(leaf.grid.decode(leaf.zero), leaf.shape)
-    return (levels * spread(scale, leaf.shape)).to(leaf.dtype)
+        levels = per_tile(torch.sub, levels, leaf.grid.decode(leaf.zero))
+    return per_tile(torch.mul, levels, scale).to(leaf.dtype)
 
 
 @dense.register
@@ -146,6 +147,20 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
     high, wide = -(-rows // a), -(-columns // b)
     tiles = scale[..., :, None, :, None].expand(*e, a, high, b, wide)
     return tiles.reshape(*e, a * high, b * wide)[..., :rows, :columns]
+
+
+def per_tile(op: Callable[[Tensor, Tensor], Tensor], t: Tensor, tiles: Tensor) -> Tensor:
+    """`op(t, spread(tiles, t.shape))`, for an operation on elements; whole tiles are not written out for it.
+
+    >>> per_tile(torch.mul, torch.ones(2, 4), torch.tensor([[1.0, 2.0]]))
+    tensor([[1., 1., 2., 2.],
+            [1., 1., 2., 2.]])
+    """
+    (a, b), (rows, columns) = tiles.shape[-2:], t.shape[-2:]
+    if rows % a or columns % b:
+        return op(t, spread(tiles, t.shape))
+    parted = t.unflatten(-1, (b, columns // b)).unflatten(-3, (a, rows // a))
+    return op(parted, tiles[..., :, None, :, None]).reshape(t.shape)
 
 
 def linear(x: Tensor, leaf: Leaf, bias: Tensor | None = None) -> Tensor:

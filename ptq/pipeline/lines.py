@@ -54,14 +54,14 @@ def relative_error(before: Leaf, after: Leaf, kinds: Mapping[str, Any]) -> float
             return float(((m @ kinds["gram"].sum.to(m)) * m).sum())
         if "second_moment" in kinds:
             return float((m.square() * kinds["second_moment"].sum.to(m.device)[..., None, :]).sum())
-        return float(m.square().sum())
+        return float(m.flatten().dot(m.flatten()))
 
     lost = total = 0.0
     pair = oriented(before), oriented(after)
     for old, new in [pair] if kinds else few_rows(*pair):
         w = dense(old).float()
         total += energy(w)
-        lost += energy(dense(new).float() - w)
+        lost += energy(w - dense(new).float())
     return lost / total if total > 0 else 0.0
 
 
