@@ -16,7 +16,7 @@ from ptq.io.job import Report
 from ptq.io.save import Store
 from ptq.models.call import stand_ins
 from ptq.models.probe import Segment
-from ptq.pipeline.ahead import ahead
+from ptq.pipeline.ahead import ahead, undivided
 from ptq.pipeline.blocks import BlockRunner, Solved
 from ptq.pipeline.offload import Offload
 from ptq.pipeline.place import Place, computed
@@ -88,7 +88,8 @@ def passes(job: Job, host: Host) -> Generator[Block]:
             earlier[: len(past.reports)] = past.reports
             for i, segment, own in _scan(job, number, members, weights, len(past.reports), host):
                 leaves = {n: weights.params[n] for n in segment.params}
-                leaves, earlier[i] = host.store.put(number, leaves, _joined(earlier[i], own))
+                with undivided():
+                    leaves, earlier[i] = host.store.put(number, leaves, _joined(earlier[i], own))
                 if number < last:
                     weights.replace(leaves)
                 else:
