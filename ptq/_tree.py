@@ -58,6 +58,12 @@ def tensors(tree: Any) -> Sequence[Any]:
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
+def with_tensors(tree: T, values: Sequence[Any]) -> T:
+    """A tree of the same structure with other tensors."""
+    structure: Any = optree.tree_structure(tree, namespace=NAMESPACE)  # type: ignore[arg-type]  # any node is a tree
+    return optree.tree_unflatten(structure, values)  # type: ignore[return-value]  # the same nodes
+
+
 def tree_map(function: Any, tree: Any, *rest: Any) -> Any:
     """Maps over the tensors of a tree, nodes opened."""
     return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)

@@ -151,6 +151,7 @@ def leafwise(
     solve: Callable[..., Leaf | tuple[Leaf, Outcome]],
     *,
     shared: Callable[..., dict[str, Any]] | None = None,
+    together: Callable[[Sequence[Leaf]], Sequence[dict[str, Any]]] | None = None,
     check: Callable[[Leaf], None] | None = None,
     name: str = "custom",
 ) -> Transform:
@@ -161,6 +162,8 @@ def leafwise(
         solve: `solve(leaf, **{kind: statistic}) -> leaf`, the leaf as `[*e, out, in]`; or (leaf, `Outcome`).
         shared: `shared(**{kind: statistic}) -> keyword arguments`, computed once for all weights that read the same
             tensor, and then given to `solve` instead of the statistics.
+        together: `together(leaves) -> keyword arguments for each`, of all weights that read the same tensor, for what
+            they must agree on.
         check: raises `BadInput` for a leaf `[*e, out, in]` that cannot be taken; may read its type and shape only.
         name: what reports call it.
 
@@ -185,9 +188,10 @@ def leafwise(
             given = {kind: stats[site][kind] for kind in kinds}
             with _naming(site):
                 given = shared(**given) if shared else given
-            for weight in weights:
+                agreed = together([oriented(params[w]) for w in weights]) if together else [{}] * len(weights)
+            for weight, own in zip(weights, agreed, strict=True):
                 with _naming(weight):
-                    solved = solve(oriented(params[weight]), **given)
+                    solved = solve(oriented(params[weight]), **given, **own)
                 leaf, outcome = solved if isinstance(solved, tuple) else (solved, None)
                 _check_solved(name, weight, oriented(params[weight]), leaf)
                 params[weight] = Transposed(leaf) if isinstance(params[weight], Transposed) else leaf

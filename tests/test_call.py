@@ -17,7 +17,7 @@ from ptq.errors import BadInput
 from ptq.models.call import as_module, call, merge_stats, observe
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
-from ptq.numerics.fits import fit, quantize
+from ptq.numerics.fits import fit, nearest
 from ptq.numerics.leaves import Transposed, dense
 from ptq.numerics.schemes import scheme
 from ptq.numerics.stats import Gram
@@ -35,7 +35,7 @@ def quantized(params: dict[str, Any], transposed: bool) -> dict[str, Any]:
             return w
         turned = transposed and ".h." in name
         w = w.mT if turned else w
-        leaf = quantize(w, *fit(w, s), s.grid)
+        leaf = nearest(w, s, fit(w, s))
         return Transposed(leaf) if turned else leaf
 
     return {name: one(name, dense(leaf)) for name, leaf in params.items()}

@@ -10,7 +10,7 @@ from laws.shared import IN, OUT, identical, leaf, untouched
 from laws.solves import Elsewhere
 from ptq.numerics import chunks
 from ptq.numerics.chunks import by_rows, few_rows
-from ptq.numerics.fits import fit, quantize
+from ptq.numerics.fits import fit, nearest, quantize
 from ptq.numerics.grids import Int
 from ptq.numerics.leaves import Quantized, dense
 from ptq.numerics.schemes import Scheme
@@ -54,12 +54,12 @@ def test_what_cannot_be_cut_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None
 @given(seeds, schemes, dtypes)
 def test_chunks_round_alike(seed: int, scheme: Scheme, dtype: torch.dtype) -> None:
     w = randn(seed, 2, 9, 40, dtype=dtype)
-    scale, zero = fit(w, scheme)
+    scale, zero, _ = fit(w, scheme)
     whole = quantize(w, scale, zero, scheme.grid)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK", 100)
         assert identical(quantize(w, scale, zero, scheme.grid), whole)
-        mapped = torch.func.vmap(lambda w: quantize(w, *fit(w, scheme), scheme.grid))(w)
+        mapped = torch.func.vmap(lambda w: nearest(w, scheme, fit(w, scheme)))(w)
     assert identical(mapped, whole)
 
 

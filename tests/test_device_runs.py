@@ -22,7 +22,7 @@ from ptq.io.output import RECORD
 from ptq.io.save import save
 from ptq.models.call import call
 from ptq.models.skeleton import from_module
-from ptq.numerics.fits import fit, quantize
+from ptq.numerics.fits import fit, nearest
 from ptq.numerics.lazy import load
 from ptq.numerics.patterns import NM, Unstructured
 from ptq.numerics.schemes import scheme
@@ -182,7 +182,7 @@ def test_a_compressed_state_is_called_where_it_lies() -> None:
         model = from_module(living(net))
         params = dict(model.params)
         w = params["linear.weight"]
-        params["linear.weight"] = quantize(w, *fit(w, W4), W4.grid)
+        params["linear.weight"] = nearest(w, W4, fit(w, W4))
         assert there(call(model, State(params), on_cuda(randn(1, 5, IN).float())))
 
 

@@ -28,7 +28,7 @@ from ptq.models.interpret import Use
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
 from ptq.numerics import obs
-from ptq.numerics.fits import FITS, Fit, fit, quantize
+from ptq.numerics.fits import FITS, Fit, fit, nearest
 from ptq.numerics.grids import Grid
 from ptq.numerics.leaves import Transposed, dense, linear, nbytes, take, validate
 from ptq.numerics.packing import pack, pack_down, unpack, unpack_down
@@ -92,7 +92,7 @@ def test_fits(mode: Mode, how: Scheme, method: Fit) -> None:
     with mode:
         w, importance = on_cuda((randn(1, 3, OUT, IN), randn(2, 3, IN).abs()))
         with alone():
-            quantized = quantize(w, *fit(w, how, method, importance), how.grid)
+            quantized = nearest(w, how, fit(w, how, method, importance))
             assert there((quantized, dense(quantized)))
 
 

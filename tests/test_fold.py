@@ -7,7 +7,7 @@ import torch
 
 from ptq.base import Link, State
 from ptq.errors import BadInput
-from ptq.numerics.fits import fit, quantize
+from ptq.numerics.fits import fit, nearest
 from ptq.numerics.leaves import Transposed, dense
 from ptq.numerics.schemes import scheme
 from ptq.numerics.stats import SecondMoment
@@ -84,7 +84,7 @@ def test_a_reader_that_is_not_linked_is_refused_by_name() -> None:
 def test_a_compressed_reader_is_refused_by_name() -> None:
     four = scheme("W4A16", 8)
     w = state().params["a.weight"]
-    params = state().params | {"a.weight": quantize(w, *fit(w, four), four.grid)}
+    params = state().params | {"a.weight": nearest(w, four, fit(w, four))}
     with pytest.raises(BadInput, match=r"^a\.weight: is compressed already; fold norms before"):
         fold_norms().apply(State(params), {}, SITES, links=(BOTH,))
     with pytest.raises(BadInput, match=r"^a\.weight: is compressed already; fold norms before"):

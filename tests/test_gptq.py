@@ -47,7 +47,7 @@ def test_default_order_and_scales_pay() -> None:
 def test_the_order_is_static() -> None:
     """Scales are those of the weight's own groups, whatever the order: nothing about it is stored."""
     w, x = randn(0, 24, 64), correlated(1, 600, 64)
-    expected, _ = fit(w, W3, "gram", x.square().sum(0))
+    expected, *_ = fit(w, W3, "gram", x.square().sum(0))
     for order in ("activation", None):
         leaf = solved(gptq(W3, order=order), w, x)  # type: ignore[arg-type]
         assert isinstance(leaf, Quantized)

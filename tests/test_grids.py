@@ -30,7 +30,7 @@ def test_rounding_keeps_the_dtype(dtype: torch.dtype) -> None:
     assert Int(4).round(t).dtype == Float8().round(t).dtype == dtype
 
 
-@pytest.mark.parametrize("width", [1, 9])
-def test_integers_have_two_to_eight_bits(width: int) -> None:
-    with pytest.raises(ValueError, match=f"got {width} bits, expected 2 to 8"):
+@pytest.mark.parametrize("width", [0, 9])
+def test_integers_have_one_to_eight_bits(width: int) -> None:
+    with pytest.raises(ValueError, match=f"got {width} bits, expected 1 to 8"):
         Int(width)

@@ -17,13 +17,12 @@ from ptq.numerics.leaves import (
     compressed,
     dense,
     nbytes,
-    per_tile,
-    spread,
     take,
     unquantized,
     validate,
 )
 from ptq.numerics.patterns import NM
+from ptq.numerics.tiles import per_tile, spread
 from strategies import randn, seeds
 
 FOUR = Int(4)

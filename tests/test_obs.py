@@ -15,10 +15,11 @@ from ptq.errors import BadInput, NotPositiveDefinite
 from ptq.numerics import obs
 from ptq.numerics.fits import fit
 from ptq.numerics.grids import Int
-from ptq.numerics.leaves import Sparse, dense, spread
+from ptq.numerics.leaves import Sparse, dense
 from ptq.numerics.patterns import NM, Unstructured
 from ptq.numerics.projections import Projection, affine, prune, then
 from ptq.numerics.schemes import Scheme
+from ptq.numerics.tiles import spread
 from strategies import correlated, gram, randn, seeds
 
 IN = 200  # more than one block of each width, and no multiple of them
@@ -37,7 +38,7 @@ def loss(q: Tensor, w: Tensor, g: Tensor) -> float:
 
 def rounding(w: Tensor, scheme: Scheme, method: Any, importance: Tensor) -> Any:
     """A column's rounding with the scales of the whole weight, in plain arithmetic."""
-    scale, zero = fit(w, scheme, method, importance)
+    scale, zero, _ = fit(w, scheme, method, importance)
     wide = spread(scale, w.shape)
     offset = torch.zeros_like(wide) if zero is None else spread(zero.double(), w.shape)
     low, high = scheme.grid.low, scheme.grid.high
@@ -322,8 +323,8 @@ def test_a_dead_column_is_left_to_itself(damp: float, order: Any) -> None:
     g[dead], g[:, dead] = 0.0, 0.0
     alive = torch.ones(24, dtype=torch.bool).index_fill(0, dead, False)
     scheme = Scheme(Int(3), "channel")
-    fixed = fit(w, scheme)[0]
-    same = affine(scheme)._replace(fit=lambda w, importance: (fixed, None))
+    fixed = fit(w, scheme)
+    same = affine(scheme)._replace(fit=lambda w, importance: fixed)
     got = dense(obs.sweep(w, obs.inverse_factor(g, damp, order), same))
     assert torch.equal(got[:, dead], dense(obs.project(w, same))[:, dead])
     shrunk = damp * float(g.diagonal().mean() / g.diagonal()[alive].mean())

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from ptq.numerics import obs
-from ptq.numerics.fits import fit, quantize
+from ptq.numerics.fits import fit, nearest
 from ptq.numerics.grids import Int
 from ptq.numerics.leaves import Quantized, Sparse, dense
 from ptq.numerics.patterns import NM, Unstructured
@@ -22,7 +22,7 @@ HALF = NM(keep=2, of=4)
 @given(weights(columns=(16, 40)), schemes, st.sampled_from(["minmax", "mse"]))
 def test_affine_without_compensation_is_plain_rounding(w: torch.Tensor, scheme: Scheme, method: str) -> None:
     got = obs.project(w, affine(scheme, method))  # type: ignore[arg-type]  # drawn from its values
-    expected = quantize(w, *fit(w, scheme, method), scheme.grid)  # type: ignore[arg-type]
+    expected = nearest(w, scheme, fit(w, scheme, method))  # type: ignore[arg-type]
     assert torch.equal(got.codes.float(), expected.codes.float())
     assert torch.equal(got.scale, expected.scale)
 

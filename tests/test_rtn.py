@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from laws.solves import solved
 from ptq.base import State, chain
-from ptq.numerics.fits import fit, quantize
+from ptq.numerics.fits import fit, nearest
 from ptq.numerics.leaves import Quantized, Sparse, dense
 from ptq.numerics.patterns import NM
 from ptq.numerics.schemes import Scheme, scheme
@@ -23,7 +23,7 @@ from strategies import correlated, randn, schemes, weights
 def test_it_is_the_nearest_value_with_fitted_scales(w: torch.Tensor, s: Scheme, method: Any) -> None:
     got = solved(rtn(s, method), w, torch.ones(1, w.shape[-1]))
     assert isinstance(got, Quantized)
-    assert torch.equal(dense(got), dense(quantize(w, *fit(w, s, method), s.grid)))
+    assert torch.equal(dense(got), dense(nearest(w, s, fit(w, s, method))))
 
 
 def test_only_gram_scales_need_data() -> None:

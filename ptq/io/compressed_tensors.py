@@ -1,13 +1,4 @@
-"""Weights in the compressed-tensors formats: a leaf against the named tensors that stand for it in a file.
-
-    format           weight                            scale         zero point
-    int-quantized    weight int8 [out, in]             weight_scale  weight_zero_point, like the scale
-    float-quantized  weight float8 [out, in]           weight_scale  none
-    pack-quantized   weight_packed int32 [out, words]  weight_scale  weight_zero_point int32 [words, groups]
-                     weight_shape int64 [out, in]
-
-Scales are `[1]` for one of a tensor, `[out, 1]` for channels, `[out, groups]`, or a matrix of blocks.
-"""
+"""Compressed weights in checkpoints: the tensors of each made one leaf."""
 
 from __future__ import annotations
 
@@ -21,15 +12,22 @@ import torch
 from torch import Tensor
 
 from ptq.errors import BadInput, Notice
+from ptq.io.layouts import LAYOUTS, decoded, expected, fits, grid_of, inferred
 from ptq.io.quantization_config import Args, Config, parse
 from ptq.io.safetensors import OnDisk
-from ptq.numerics.grids import Float8, Int
 from ptq.numerics.lazy import Lazy
-from ptq.numerics.leaves import Leaf, Quantized, compressed, nbytes, spread, validate
-from ptq.numerics.packing import pack, pack_down, unpack, unpack_down
+from ptq.numerics.leaves import Leaf, Quantized, compressed, nbytes, validate
+from ptq.numerics.tiles import spread
 
-FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized")
-_WEIGHT = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_WEIGHT = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_global_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_g_idx",
+)
 _ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 _CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 
@@ -47,33 +45,10 @@ class Stored(Lazy):
     shape: torch.Size
 
     def load(self) -> Quantized:
-        grid = Int(self.args.bits) if self.args.kind == "int" else Float8()
-        packed = "weight_packed" in self.parts
-        raw = self.parts["weight_packed" if packed else "weight"].load()
-        codes = unpack(raw, self.args.bits, self.shape[-1], self.straddle) if packed else raw
-        leaf = Quantized(codes, self._tiled("weight_scale"), self._zeros(packed), grid, self.dtype)
+        tensors = {part: entry.load() for part, entry in self.parts.items() if part != "weight_shape"}
         scale = self.parts["weight_scale"]
+        leaf = decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
         return validate(leaf, f"{scale.file}: {scale.name}")
-
-    def _zeros(self, packed: bool) -> Tensor | None:
-        if self.args.symmetric or "weight_zero_point" not in self.parts:
-            return None
-        if not packed or self.args.strategy == "tensor":
-            return self._tiled("weight_zero_point")
-        zeros = self.parts["weight_zero_point"].load()
-        return unpack_down(zeros, self.args.bits, self.shape[-2], self.straddle)
-
-    def _tiled(self, part: str) -> Tensor:
-        """A scale as `[*e, a, b]`, so that tiles of equal size cover the weight."""
-        t = self.parts[part].load()
-        t = t.view(*t.shape, *[1] * (len(self.shape) - t.ndim))
-        if self.args.block is None:
-            return t
-        # A leaf's tiles are ceil(out / a) high; blocks may be higher, the last one being cut. Then rows stand alone.
-        for dim, size in zip((-2, -1), self.args.block, strict=True):
-            if -(-self.shape[dim] // t.shape[dim]) != size:
-                t = t.repeat_interleave(size, dim).narrow(dim, 0, self.shape[dim])
-        return t
 
 
 @compressed.register
@@ -122,52 +97,6 @@ def collected(
     return leaves
 
 
-def encoded(leaf: Quantized, form: str, name: str) -> tuple[Args, dict[str, Tensor]]:
-    """The tensors that stand for a weight in a format, by local name, and the scheme that says how to read them.
-
-    Raises:
-        BadInput: the format cannot hold the leaf.
-    """
-    args = arguments(leaf, form)
-    if args is None:
-        grid = f"{leaf.grid} with scales {tuple(leaf.scale.shape)} for {tuple(leaf.shape)}"
-        raise BadInput(f"{name}: {grid} cannot be stored as {form}; choose another format, or dense")
-    tiles = {"weight_scale": leaf.scale} | ({} if leaf.zero is None else {"weight_zero_point": leaf.zero})
-    if args.strategy == "tensor":
-        return args, {"weight": leaf.codes, **{part: t.reshape(-1) for part, t in tiles.items()}}
-    if form != "pack-quantized":
-        return args, {"weight": leaf.codes, **tiles}
-    if args.strategy == "channel":
-        # One scale for the tensor is repeated: no serving engine reads packed weights with a single scale.
-        tiles = {part: t.expand(*t.shape[:-2], leaf.shape[-2], 1) for part, t in tiles.items()}
-    if leaf.zero is not None:
-        tiles["weight_zero_point"] = pack_down(tiles["weight_zero_point"], args.bits)
-    return args, {"weight_packed": pack(leaf.codes, args.bits), "weight_shape": torch.tensor(leaf.shape), **tiles}
-
-
-def arguments(leaf: Quantized, form: str) -> Args | None:
-    """The scheme of a leaf in a format, or None where the format cannot hold it."""
-    kind = "float" if isinstance(leaf.grid, Float8) else "int"
-    if (kind == "float") != (form == "float-quantized"):
-        return None
-    (out, inputs), (a, b) = leaf.shape[-2:], leaf.scale.shape[-2:]
-    args = Args(form, leaf.grid.bits, kind, leaf.zero is None, "tensor")
-    if (a, b) == (out, 1) or ((a, b) == (1, 1) and form == "pack-quantized"):
-        return args._replace(strategy="channel")
-    if (a, b) == (1, 1):
-        return args
-    if a == out and inputs % b == 0:
-        return args._replace(strategy="group", group_size=inputs // b)
-    block = -(-out // a), -(-inputs // b)
-    whole = (-(-out // block[0]), -(-inputs // block[1])) == (a, b)
-    return args._replace(strategy="block", block=block) if form == "float-quantized" and whole else None
-
-
-def default_format(leaf: Quantized) -> str:
-    """The format that serving engines have kernels for."""
-    return "float-quantized" if isinstance(leaf.grid, Float8) else "pack-quantized"
-
-
 def zeroed(leaf: Quantized, mask: Tensor) -> Quantized:
     """The same leaf with the code that stands for 0 wherever the mask is False.
 
@@ -192,35 +121,46 @@ def _stored(
         raise BadInput(f"{where}: {name}: there is {', '.join(sorted(parts))} but no weight; download or copy it again")
     if "weight_packed" not in parts and (not config.packed or "weight_scale" not in parts):
         return raw
-    args = config.args(name.rpartition(".")[0], classes(name))
-    if args is None:
-        raise BadInput(f"{where}: {name} is compressed, but no config group says how")
     if "weight_scale" not in parts:
         raise BadInput(f"{where}: no tensor {name}_scale; download or copy it again")
     if "weight_g_idx" in parts:
         raise BadInput(f"{where}: {name}: column order (weight_g_idx) is not read; quantize again without it")
-    if not args.symmetric and "weight_zero_point" not in parts:
-        raise BadInput(f"{where}: no tensor {name}_zero_point, but its config says it is asymmetric")
-    if "weight_packed" not in parts:
-        return _checked(Stored(parts, args, True, dtype, raw.shape), raw)
-    return _checked(_unpacked(name, parts, raw, args, config, dtype, where), raw)
+    shape = _shape(parts["weight_shape"], raw) if "weight_shape" in parts else None
+    args = _args(name, parts, shape, config.args(name.rpartition(".")[0], classes(name)), where)
+    packing = LAYOUTS[str(args.format)].packing
+    if packing == "words" and shape is None:
+        raise BadInput(f"{where}: no tensor {name}_shape; download or copy it again")
+    if packing != "words" or shape is None:
+        shape = torch.Size((*raw.shape[:-1], raw.shape[-1] * 8 // args.bits)) if packing else raw.shape
+    straddle = packing != "words" or _straddles(raw, shape, args, config)
+    return _checked(Stored(parts, args, straddle, dtype, shape), name, where)
 
 
-def _unpacked(
-    name: str, parts: dict[str, OnDisk], raw: OnDisk, args: Args, config: Config, dtype: torch.dtype, where: Path
-) -> Stored:
-    """A packed weight: its shape is a tensor of its own, and its layout is told by the number of words."""
-    if raw.dtype != torch.int32 or "weight_shape" not in parts:
-        raise BadInput(f"{where}: {name}: format {args.format} with packed {raw.dtype} is not read")
-    shape = _shape(parts["weight_shape"], raw)
+def _args(name: str, parts: Mapping[str, OnDisk], shape: torch.Size | None, given: Args | None, where: Path) -> Args:
+    """The scheme that the config gives, in the format that the tensors are in; or what the tensors say alone."""
+    told = inferred({**parts, "weight_shape": shape} if shape else parts)
+    if given is None and told is None:
+        raise BadInput(f"{where}: {name} is compressed, but no config group says how")
+    if given is None:
+        return told  # type: ignore[return-value]  # one of them is there
+    layout = LAYOUTS.get(str(given.format))
+    if layout is None or layout.weight not in parts:
+        raw = parts.get("weight_packed") or parts["weight"]
+        if told is None and raw.dtype != torch.int32:
+            raise BadInput(f"{where}: {name}: {raw.dtype} {tuple(raw.shape)} is in none of {', '.join(LAYOUTS)}")
+        given = given._replace(format=told.format if told else "pack-quantized")
+    if grid_of(given) not in LAYOUTS[str(given.format)].grids:
+        what = f"{given.kind} of {given.bits} bits"
+        raise BadInput(f"{where}: {name}: {what} in format {given.format}, which does not hold them")
+    return given
+
+
+def _straddles(raw: OnDisk, shape: torch.Size, args: Args, config: Config) -> bool:
+    """The layout of packed codes is told by the number of words."""
     dense_words, whole_words = -(-shape[-1] * args.bits // 32), -(-shape[-1] // (32 // args.bits))
-    if raw.shape[:-1] != shape[:-1] or raw.shape[-1] not in (dense_words, whole_words):
-        raise BadInput(
-            f"{where}: {name}: {tuple(raw.shape)} words do not hold {tuple(shape)} codes of {args.bits} bits"
-        )
-    ambiguous = dense_words == whole_words
-    straddle = config.version >= (0, 18) if ambiguous and 8 % args.bits else raw.shape[-1] == dense_words
-    return Stored(parts, args, straddle, dtype, shape)
+    if dense_words == whole_words and 8 % args.bits:
+        return config.version >= (0, 18)
+    return raw.shape[-1] != whole_words or dense_words == whole_words
 
 
 def _shape(tensor: OnDisk, packed: OnDisk) -> torch.Size:
@@ -233,44 +173,23 @@ def _shape(tensor: OnDisk, packed: OnDisk) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _checked(leaf: Stored, raw: OnDisk) -> Stored:
+def _checked(leaf: Stored, name: str, where: Path) -> Stored:
     """The leaf, if its tensors have the shapes and types that its scheme says, by their headers."""
-    args, packed = leaf.args, "weight_packed" in leaf.parts
-    codes = torch.int8 if args.kind == "int" else torch.float8_e4m3fn
-    if len(leaf.shape) < 2 or (not packed and raw.dtype != codes):
-        got = f"{raw.dtype} {tuple(raw.shape)}"
-        raise BadInput(f"{raw.file}: {raw.name}: got {got}, expected a matrix of {codes}; its config says {args.kind}")
-    scale, zero = leaf.parts["weight_scale"], leaf.parts.get("weight_zero_point")
-    tiles = _tiles(args, leaf.shape, raw)
-    _expect(scale, tiles, args, scale.dtype.is_floating_point and scale.dtype.itemsize > 1, "floating")
-    if zero is None or args.symmetric:
-        return leaf
-    if not packed or args.strategy == "tensor":
-        _expect(zero, tiles, args, zero.dtype == codes, str(codes))
-    else:
-        *e, rows, columns = tiles
-        words = -(-rows * args.bits // 32) if leaf.straddle else -(-rows // (32 // args.bits))
-        _expect(zero, (*e, words, columns), args, zero.dtype == torch.int32, "torch.int32")
+    if len(leaf.shape) < 2:
+        raw = leaf.parts[LAYOUTS[str(leaf.args.format)].weight]
+        raise BadInput(f"{raw.file}: {raw.name}: got {raw.dtype} {tuple(raw.shape)}, expected a matrix")
+    try:
+        needed = expected(leaf.args, leaf.shape, leaf.straddle)
+    except BadInput as error:
+        raise BadInput(f"{where}: {name}: {error}") from None
+    how = f"strategy {leaf.args.strategy} {leaf.args.group_size or leaf.args.block or ''}".rstrip()
+    for part, need in needed.items():
+        if part not in leaf.parts:
+            raise BadInput(f"{where}: no tensor {name.removesuffix('weight')}{part}; its config asks for it ({how})")
+        got = leaf.parts[part]
+        if got.dtype not in need.dtypes or not fits(need, got.shape):
+            types = "floating" if len(need.dtypes) > 2 else " or ".join(map(str, need.dtypes))
+            raise BadInput(
+                f"{got.file}: {got.name}: got {got.dtype} {tuple(got.shape)}, expected {types} {need.shape} for {how}"
+            )
     return leaf
-
-
-def _tiles(args: Args, shape: torch.Size, raw: OnDisk) -> tuple[int, ...]:
-    *e, rows, columns = shape
-    if args.block is not None:
-        return (*e, -(-rows // args.block[0]), -(-columns // args.block[1]))
-    if args.group_size is not None and args.strategy == "group":
-        if columns % args.group_size and columns > args.group_size:
-            raise BadInput(f"{raw.file}: {raw.name}: groups of {args.group_size} do not divide {columns} columns")
-        return (*e, rows, -(-columns // args.group_size))
-    return (*e, 1, 1) if args.strategy == "tensor" else (*e, rows, 1)
-
-
-def _expect(tensor: OnDisk, tiles: tuple[int, ...], args: Args, right_type: bool, expected: str) -> None:
-    got = (*tensor.shape, *[1] * (len(tiles) - len(tensor.shape)))
-    if right_type and (got == tiles or (args.strategy == "tensor" and tensor.shape.numel() == 1)):
-        return
-    size = args.group_size or args.block or ""
-    raise BadInput(
-        f"{tensor.file}: {tensor.name}: got {tensor.dtype} {tuple(tensor.shape)}, expected {expected} {tiles} for "
-        f"strategy {args.strategy} {size}".rstrip()
-    )

@@ -20,6 +20,10 @@ KEYS = ("quantization_config", "compression_config")
 """where a config has it, the old name last"""
 
 
+_BITS = {"int": range(1, 9), "float": (4, 6, 8)}
+_STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+
+
 class Args(NamedTuple):
     """How the weights of some modules are stored."""
 
@@ -29,10 +33,12 @@ class Args(NamedTuple):
     """int or float"""
     symmetric: bool
     strategy: str
-    """tensor, channel, group or block"""
+    """tensor, channel, group, tensor_group (groups whose scales share a divisor) or block"""
     group_size: int | None = None
     block: tuple[int, int] | None = None
     """rows, columns"""
+    scale_dtype: str | None = None
+    """of scales that are no floats"""
 
 
 class Group(NamedTuple):
@@ -138,6 +144,7 @@ def dump(modules: Mapping[Args, Sequence[str]], ignore: Sequence[str], by_class:
 
 
 def _weights(args: Args) -> dict[str, Any]:
+    """Six fields that every reader knows, and what the format cannot be told without."""
     fields = {
         "num_bits": args.bits,
         "type": args.kind,
@@ -146,7 +153,9 @@ def _weights(args: Args) -> dict[str, Any]:
         "group_size": args.group_size,
         "dynamic": False,
     }
-    return fields | ({"block_structure": list(args.block)} if args.block else {})
+    told = args.format in ("mxfp6-pack-quantized", "mxfp8-quantized")
+    block = {"block_structure": list(args.block)} if args.block else {}
+    return fields | block | ({"scale_dtype": args.scale_dtype} if told else {})
 
 
 def _group(name: str, group: Mapping[str, Any], table: Mapping[str, Any], where: Path) -> Group:
@@ -163,16 +172,19 @@ def _group(name: str, group: Mapping[str, Any], table: Mapping[str, Any], where:
         kind=str(weights.get("type", "int")).lower(),
         symmetric=weights.get("symmetric", True),
         strategy=strategy,
-        group_size=size,
+        group_size=size if strategy in ("group", "tensor_group") else None,
         block=(int(block[0]), int(block[1])) if block and strategy == "block" else None,
+        scale_dtype=weights.get("scale_dtype"),
     )
-    if (strategy == "group" and not _positive(size)) or (strategy == "block" and not _positive(*args.block or (None,))):
+    if type(args.bits) is not int:
+        raise TypeError(f"num_bits {args.bits!r}")
+    grouped = strategy in ("group", "tensor_group")
+    if (grouped and not _positive(size)) or (strategy == "block" and not _positive(*args.block or (None,))):
         got = f"strategy {strategy} with group_size {size} and block_structure {block}"
         raise BadInput(f"{where}: {name}: {got}; expected sizes above 0")
-    whole = (args.kind == "int" and 2 <= args.bits <= 8) or (args.kind == "float" and args.bits == 8)
-    if not whole or args.strategy not in ("tensor", "channel", "group", "block") or str(form).startswith("mx"):
-        what = f"{args.kind} {args.bits} bit, strategy {args.strategy}, format {form}"
-        raise BadInput(f"{where}: {name}: {what} is not read; expected int of 2 to 8 bits or float8")
+    if args.bits not in _BITS.get(args.kind, ()) or strategy not in _STRATEGIES:
+        what = f"{args.kind} {args.bits} bit, strategy {strategy}, format {form}"
+        raise BadInput(f"{where}: {name}: {what} is not read; expected int of 1 to 8 bits or float of 4, 6 or 8")
     return Group(tuple(group.get("targets") or ()), args)
 
 

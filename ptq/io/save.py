@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ptq.base import Params, State
 from ptq.errors import BadInput
-from ptq.io.compressed_tensors import FORMATS
 from ptq.io.files import read_json, write_json
 from ptq.io.job import JOURNAL, Past, Report, opened, refuse_changed
+from ptq.io.layouts import LAYOUTS
 from ptq.io.output import RECORD, check_output, locked, partial, swap, tidy
 from ptq.io.quantization_config import dump
 from ptq.io.shards import SHARD_SIZE
@@ -193,8 +193,8 @@ def _whole(target: Path, identity: Mapping[str, Any], overwrite: bool) -> _Whole
 
 
 def _checked(start: Model, path: str | Path, overwrite: bool, form: str, resume: bool) -> Path:
-    if form not in ("auto", *FORMATS):
-        raise BadInput(f"format {form!r} is not written; expected auto, {', '.join(FORMATS)}")
+    if form not in ("auto", "dense", *LAYOUTS):
+        raise BadInput(f"format {form!r} is not written; expected auto, dense, {', '.join(LAYOUTS)}")
     return check_output(path, overwrite, start.source, resume)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ptq.errors import BadInput
-from ptq.io.compressed_tensors import FORMATS, Stored, arguments, default_format, encoded, zeroed
+from ptq.io.compressed_tensors import Stored, zeroed
 from ptq.io.files import read_json
 from ptq.io.hub import joined
+from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded
 from ptq.io.quantization_config import KEYS, Args
 from ptq.io.safetensors import DTYPES, NAMES, headers
 from ptq.io.shards import Entry, ShardWriter
@@ -185,7 +186,7 @@ class Writer:
         inner = None if form == "dense" else _quantized(leaf)
         if inner is None:
             return self._store(file, _finite(dense(leaf), name), name)
-        form = form if form in FORMATS else default_format(inner)
+        form = form if form is not None and form in LAYOUTS else default_format(inner)
         reason = _unloadable(inner, form, loadable)
         if reason and (not loadable or self._form == "auto"):
             why = f"stored dense with its quantized values: {reason}"
@@ -235,7 +236,7 @@ def _unloadable(leaf: Quantized, form: str, loadable: bool) -> str:
     if not loadable:
         return "loaders read compressed weights of plain linears only"
     args = arguments(leaf, form)
-    return "" if args else f"{form} cannot hold scales {tuple(leaf.scale.shape)} for {tuple(leaf.shape)}"
+    return "" if args else f"{form} cannot hold {described(leaf)}"
 
 
 def _unused(model: Model) -> dict[str, Leaf]:

@@ -27,8 +27,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from ptq._tree import tensors, tree_map, with_tensors
 from ptq.numerics.lazy import Lazy, load
-from ptq.numerics.leaves import Leaf, Quantized, compressed, dense, nbytes, spread
+from ptq.numerics.leaves import Leaf, Quantized, Scales, compressed, dense, nbytes
+from ptq.numerics.tiles import spread, tile_of
 
 
 class Reading(NamedTuple):
@@ -135,10 +137,8 @@ class Converted(Lazy):
         leaves = [load(leaf) for _, _, leaf in self.sources]
         if not all(isinstance(leaf, Quantized) for leaf in leaves):
             return self._of([dense(leaf) for leaf in leaves])
-        rows = [_by_rows(leaf) for leaf in leaves]
-        zeros = None if rows[0].zero is None else self._of([leaf.zero for leaf in rows])
-        codes, scale = self._of([leaf.codes for leaf in rows]), self._of([leaf.scale for leaf in rows])
-        return replace(rows[0], codes=codes, scale=scale, zero=zeros)
+        rows = tree_map(lambda *parts: self._of(parts), *map(_by_rows, leaves))
+        return _by_tiles(rows, leaves[0])
 
     def _of(self, values: Sequence[Tensor | None]) -> Tensor:
         parts = [(key, pattern, v) for (key, pattern, _), v in zip(self.sources, values, strict=True)]
@@ -206,19 +206,48 @@ def _split(skeleton: nn.Module, group: Mapping[str, Leaf]) -> dict[str, Leaf]:
     if not all(isinstance(leaf, Quantized) for leaf in group.values()):
         return dict(_reverted(skeleton, {name: dense(leaf) for name, leaf in group.items()}))
     rows = {name: _by_rows(leaf) for name, leaf in group.items()}
-    first = next(iter(rows.values()))
-    codes = _reverted(skeleton, {name: leaf.codes for name, leaf in rows.items()})
-    scale = _reverted(skeleton, {name: leaf.scale for name, leaf in rows.items()})
-    zeros = {name: leaf.zero for name, leaf in rows.items() if leaf.zero is not None}
-    zero = _reverted(skeleton, zeros) if zeros else {}
-    return {name: replace(first, codes=codes[name], scale=scale[name], zero=zero.get(name)) for name in codes}
+    before, first = next(iter(group.values())), next(iter(rows.values()))
+    made = [
+        _reverted(skeleton, dict(zip(rows, part, strict=True)))
+        for part in zip(*map(tensors, rows.values()), strict=True)
+    ]
+    return {name: _by_tiles(with_tensors(first, [m[name] for m in made]), before) for name in made[0]}
 
 
 def _by_rows(leaf: Quantized) -> Quantized:
-    """The same values with a scale for every row, so that rows can be cut and joined."""
-    tall = torch.Size((*leaf.shape[:-1], leaf.scale.shape[-1]))
-    zero = None if leaf.zero is None else spread(leaf.zero, tall)
-    return replace(leaf, scale=spread(leaf.scale, tall), zero=zero)
+    """The same values with scales (and a divisor) for every row, so that rows can be cut and joined."""
+    high, wide = leaf.tile or tile_of(leaf.scale.shape, leaf.shape)
+
+    def tall(t: Tensor) -> Tensor:
+        return spread(t, torch.Size((*leaf.shape[:-1], t.shape[-1])), (leaf.shape[-2] if t.shape[-2] == 1 else high, 1))
+
+    scale = tree_map(tall, leaf.scale)
+    return replace(leaf, scale=scale, zero=None if leaf.zero is None else tall(leaf.zero), tile=(1, wide))
+
+
+def _by_tiles(leaf: Quantized, before: Quantized) -> Quantized:
+    """Scales of rows as those of tiles again, such as they were before, wherever that says the same."""
+    rows, scale = leaf.shape[-2], leaf.scale
+    high = before.tile[0] if before.tile else rows if before.scale.shape[-2] == 1 else 1
+
+    def fewer(t: Any, every: int) -> Any:
+        if t is None:
+            return None
+        few = t[..., ::every, :].contiguous()
+        return few if torch.equal(_bytes(spread(few, t.shape, (every, 1))), _bytes(t)) else t
+
+    if isinstance(scale, Scales):
+        scale = replace(scale, codes=fewer(scale.codes, high), divisor=fewer(scale.divisor, rows))
+    else:
+        scale = fewer(scale, high)
+    zero = fewer(leaf.zero, high)
+    if scale.shape[-2] != -(-rows // high) or (zero is not None and zero.shape != scale.shape):
+        return leaf if before.tile else replace(leaf, tile=None)
+    return replace(leaf, scale=scale, zero=zero, tile=before.tile)
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.itemsize == 1 else t
 
 
 def _reverted(skeleton: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ptq._tree import NAMESPACE, tree_map
-from ptq.numerics.leaves import spread as spread_tiles
+from ptq.numerics.tiles import spread as spread_tiles
 
 Facts = Any
 """A pytree of tensors `[*e, out or 1, k]`, where `k` divides `in`: each value serves `in / k` consecutive columns."""

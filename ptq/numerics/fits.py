@@ -1,7 +1,7 @@
 """Fits: which scale (and zero point) each tile of a weight gets.
 
-Scales are rounded to the dtype they will be stored in before anything is chosen by them, so that what is searched,
-rounded and compensated for is what a loader computes.
+Scales are rounded to what they will be stored as before anything is chosen by them, so that what is searched, rounded
+and compensated for is what a loader computes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ptq.errors import BadInput
 from ptq.numerics.chunks import CHUNK, by_rows
-from ptq.numerics.grids import Grid
-from ptq.numerics.leaves import Quantized, per_tile
+from ptq.numerics.grids import Grid, PowersOfTwo
+from ptq.numerics.leaves import Leaf, Quantized, Scales, dense
 from ptq.numerics.schemes import Scheme
 from ptq.numerics.stats import accumulated
-from ptq.types import Diagonal, Scale, Weight
+from ptq.numerics.tiles import Tile, per_tile
+from ptq.types import Diagonal, Weight
 
 Fit = Literal["minmax", "mse", "gram"]
 FITS: tuple[Fit, ...] = ("minmax", "mse", "gram")
@@ -29,6 +30,23 @@ COARSE = (1.0, 0.925, 0.85, 0.775, 0.7, 0.625, 0.55, 0.475)
 FINE = (-0.05, -0.025, 0.025, 0.05)
 """What is then tried around each tile's best share: together the two cover 1.05 to 0.425 in steps of 0.025."""
 
+Levels = Float[Tensor, "*e rows groups"]
+"""Scales as numbers, before the tensor's divisor where there is one."""
+
+
+class Fitted(NamedTuple):
+    """What a tile's weights are divided by and moved by."""
+
+    level: Levels
+    """scales; where they share a divisor, what of them each tile has of its own"""
+    zero: Num[Tensor, "*e rows groups"] | None
+    divisor: Float[Tensor, "*e 1 1"] | None = None
+
+    @property
+    def step(self) -> Tensor:
+        """Scales as they multiply codes."""
+        return self.level if self.divisor is None else self.level / self.divisor
+
 
 def fit(
     w: Weight,
@@ -36,7 +54,8 @@ def fit(
     method: Fit = "minmax",
     importance: Diagonal | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[Scale, Num[Tensor, "*e rows groups"] | None]:
+    divisor: Float[Tensor, "*e 1 1"] | None = None,
+) -> Fitted:
     """Scales, and zero points where the scheme has them, for a weight.
 
     Least `sum_j c_j (Q(w_j) - w_j)^2` over shares of each tile's range, with `c = 1` for "mse" and `c` the diagonal of
@@ -47,27 +66,32 @@ def fit(
         scheme: grid and granularity.
         method: "minmax", "mse" or "gram".
         importance: `[*e, in]`, for "gram".
-        dtype: what the scales will be stored in; the weight's own dtype by default.
-
-    Returns:
-        Scales `[*e, rows, groups]` in `dtype`, and zero points in the grid's dtype or None.
+        dtype: what the scales will be stored in; the weight's own dtype by default. Scales on a grid are stored as its
+            codes.
+        divisor: `[*e, 1, 1]`, of schemes whose scales share one; by default that of this weight alone.
 
     Raises:
         BadInput: the group size does not divide `in`, or "gram" is asked for without an importance.
 
     Example:
         >>> from ptq.numerics.schemes import scheme
-        >>> fit(torch.tensor([[-1.0, 0.5], [0.0, 3.0]]), scheme("W4A16", group_size=-1))[0]
+        >>> fit(torch.tensor([[-1.0, 0.5], [0.0, 3.0]]), scheme("W4A16", group_size=-1)).level
         tensor([[0.1333],
                 [0.4000]])
     """
     tiles, dtype = scheme.grouped(w), dtype or w.dtype
-    if method == "minmax":
-        return _stacked(tiles, None, lambda t, _: qparams(*_range(t), scheme, dtype))
+    if scheme.divided and divisor is None:
+        divisor = shared_divisor(w.abs().amax((-2, -1), keepdim=True), scheme)
     if known(method) == "gram" and importance is None:
         raise BadInput("fit 'gram' weights columns by the diagonal of a Gram matrix, got none")
     cost = _tile_costs(importance, w, scheme) if method == "gram" and importance is not None else None
-    return _stacked(tiles, cost, lambda t, c: _search(t, c, scheme, dtype))
+
+    def solve(tiles: Tensor, cost: Tensor | None, divisor: Tensor | None) -> Solved:
+        if method == "minmax":
+            return qparams(*_range(tiles), scheme, dtype, divisor)
+        return _search(tiles, cost, divisor, scheme, dtype)
+
+    return Fitted(*_stacked(tiles, (cost, divisor), solve), divisor)
 
 
 def known(method: Fit) -> Fit:
@@ -77,12 +101,49 @@ def known(method: Fit) -> Fit:
     return method
 
 
-def qparams(
-    low: Float[Tensor, "*tiles"], high: Float[Tensor, "*tiles"], scheme: Scheme, dtype: torch.dtype
-) -> tuple[Float[Tensor, "*tiles"], Num[Tensor, "*tiles"] | None]:
-    """Scale and zero point of a range, in the arithmetic of the range's dtype: what compressed-tensors computes.
+def shared_divisor(peak: Float[Tensor, "*any"], scheme: Scheme) -> Float[Tensor, "*any"]:
+    """What scales on a float grid are divided by: `high(scales) high(grid) / peak`, so that all of the grid is used.
 
-    The range is widened to hold 0. A scale that would be 0 (a dead tile) becomes the machine epsilon of `dtype`.
+    Args:
+        peak: the largest magnitude of the tensor, or of all tensors that serving engines fuse, which must share it.
+        scheme: whose scales are on a grid.
+
+    Returns:
+        float32; 1 where the peak is 0, infinite or NaN.
+
+    >>> from ptq.numerics.schemes import scheme
+    >>> shared_divisor(torch.tensor([6.0, 0.0]), scheme("NVFP4A16"))
+    tensor([448.,   1.])
+    """
+    room = scheme.grid.high * getattr(scheme.scales, "high", 1.0)
+    divisor = (room / peak.clamp(min=torch.finfo(peak.dtype).tiny)).to(torch.float32)
+    return torch.where(divisor.isfinite() & (peak > 0), divisor, 1.0)
+
+
+def agreed(leaves: Sequence[Leaf], scheme: Scheme) -> Sequence[dict[str, Any]]:
+    """The divisor of each of the weights that read one tensor, as a keyword argument where the scheme has one.
+
+    Serving engines fuse such weights (q, k and v; gate and up) into one, which has one divisor. Stacked experts have
+    one each.
+    """
+    if not scheme.divided:
+        return [{}] * len(leaves)
+    peaks = [dense(leaf).abs().amax((-2, -1), keepdim=True).float() for leaf in leaves]
+    most = {p.shape: torch.stack([q for q in peaks if q.shape == p.shape]).amax(0) for p in peaks}
+    return [{"divisor": shared_divisor(most[p.shape], scheme)} for p in peaks]
+
+
+def qparams(
+    low: Float[Tensor, "*tiles"],
+    high: Float[Tensor, "*tiles"],
+    scheme: Scheme,
+    dtype: torch.dtype,
+    divisor: Tensor | None = None,
+) -> tuple[Float[Tensor, "*tiles"], Num[Tensor, "*tiles"] | None]:
+    """Level and zero point of a range, in the arithmetic of the range's dtype: what compressed-tensors computes.
+
+    The range is widened to hold 0. A scale that would be 0 (a dead tile) becomes the machine epsilon of `dtype`, or
+    what its grid has for that.
 
     >>> from ptq.numerics.schemes import scheme
     >>> qparams(torch.tensor([-1.0]), torch.tensor([2.0]), scheme("W4A16_ASYM"), torch.float32)
@@ -90,16 +151,43 @@ def qparams(
     """
     grid, low, high = scheme.grid, low.clamp(max=0), high.clamp(min=0)
     levels = grid.high - grid.low
-    scale = torch.maximum(-low, high) / (levels / 2) if scheme.symmetric else (high - low) / levels
-    scale = scale.to(dtype)
-    scale = torch.where(scale == 0, torch.finfo(dtype).eps, scale)
     if scheme.symmetric:
-        return scale, None
+        return _level(torch.maximum(-low, high), scheme, dtype, divisor), None
+    scale = _alive(((high - low) / levels).to(dtype))
     zero = (grid.low - low / scale.to(low.dtype)).round().clamp(grid.low, grid.high)
     return scale, grid.encode(zero)
 
 
-def quantize(w: Weight, scale: Scale, zero: Num[Tensor, "*e rows groups"] | None, grid: Grid) -> Quantized:
+def _level(peak: Tensor, scheme: Scheme, dtype: torch.dtype, divisor: Tensor | None) -> Tensor:
+    grid = scheme.grid
+    if isinstance(scheme.scales, PowersOfTwo):
+        return _power(peak, grid)
+    scale = peak / ((grid.high - grid.low) / 2)
+    if scheme.scales is None:
+        return _alive(scale.to(dtype))
+    level = scheme.scales.round(scale * (1.0 if divisor is None else divisor)).to(torch.float32)
+    return torch.where(level == 0, 0.125, level)
+
+
+def _alive(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def _power(peak: Tensor, grid: Grid) -> Tensor:
+    """The power of two that leaves the peak below 7/8 of the next one (31/32 where three mantissa bits follow)."""
+    part, exponent = torch.frexp(accumulated(peak))
+    near = part >= (0.96875 if grid.bits == 6 else 0.875)
+    code = 126 + exponent + near - (8 if grid.bits == 8 else 2)
+    return PowersOfTwo().decode(torch.where(peak == 0, 0, code).clamp(0, 254).to(torch.uint8))
+
+
+def quantize(
+    w: Weight,
+    scale: Tensor | Scales,
+    zero: Num[Tensor, "*e rows groups"] | None,
+    grid: Grid,
+    tile: Tile | None = None,
+) -> Quantized:
     """The nearest values that scales and zero points allow: codes `clamp(round(w / scale + zero))`.
 
     A true division, ties to even. What `dense` makes of the result quantizes to the same codes.
@@ -110,19 +198,29 @@ def quantize(w: Weight, scale: Scale, zero: Num[Tensor, "*e rows groups"] | None
     """
 
     def codes(w: Tensor, scale: Tensor, *zero: Tensor) -> Tensor:
-        levels = per_tile(torch.div, accumulated(w), accumulated(scale))
+        levels = per_tile(torch.div, accumulated(w), accumulated(scale), tile)
         for offset in zero:
-            levels = per_tile(torch.add, levels, grid.decode(offset))
+            levels = per_tile(torch.add, levels, grid.decode(offset), tile)
         return grid.encode(grid.round(levels))
 
-    facts = (scale,) if zero is None else (scale, zero)
-    return Quantized(by_rows(codes, w, *facts), scale, zero, grid, w.dtype)
+    facts = (dense(scale),) if zero is None else (dense(scale), zero)
+    return Quantized(by_rows(codes, w, *facts), scale, zero, grid, w.dtype, tile)
+
+
+def nearest(w: Weight, scheme: Scheme, fitted: Fitted) -> Quantized:
+    """The leaf of a weight in a scheme, by what was fitted."""
+    scale = (
+        fitted.level
+        if scheme.scales is None
+        else Scales(scheme.scales.encode(fitted.level), fitted.divisor, scheme.scales)
+    )
+    return quantize(w, scale, fitted.zero, scheme.grid, scheme.block)
 
 
 def _tile_costs(importance: Tensor, w: Tensor, scheme: Scheme) -> Tensor:
     """`[*e, in]` as what broadcasts against the tiles `[*e, rows, groups, size]`."""
     cost = accumulated(importance)[..., None, :]
-    if scheme.granularity == "tensor":
+    if scheme.granularity in ("tensor", "block"):
         return scheme.grouped(cost.expand(*cost.shape[:-2], *w.shape[-2:]))
     return cost.unflatten(-1, (scheme.tiles(w.shape)[1], -1))
 
@@ -130,13 +228,13 @@ def _tile_costs(importance: Tensor, w: Tensor, scheme: Scheme) -> Tensor:
 Solved = tuple[Tensor, Tensor | None]
 
 
-def _stacked(tiles: Tensor, cost: Tensor | None, solve: Callable[[Tensor, Tensor | None], Solved]) -> Solved:
-    """Solves stacks one by one and rows by the chunk."""
+def _stacked(tiles: Tensor, facts: Sequence[Tensor | None], solve: Callable[..., Solved]) -> Solved:
+    """Solves stacks one by one and rows by the chunk; facts are for all rows."""
     if tiles.ndim > 3:
-        parts = [_stacked(t, None if cost is None else cost[i], solve) for i, t in enumerate(tiles)]
+        parts = [_stacked(t, [f if f is None else f[i] for f in facts], solve) for i, t in enumerate(tiles)]
         return _joined(parts, torch.stack)
-    rows = max(1, CHUNK // tiles[0].numel())
-    return _joined([solve(t, cost) for t in tiles.split(rows)], torch.cat)
+    rows = max(1, CHUNK // max(tiles[0].numel(), 1))
+    return _joined([solve(t, *facts) for t in tiles.split(rows)], torch.cat)
 
 
 def _joined(parts: Sequence[Solved], join: Callable[[Any], Tensor]) -> Solved:
@@ -163,14 +261,14 @@ class _Best(NamedTuple):
         return _Best(*(None if a is None else torch.where(better, b, a) for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
 
-def _search(tiles: Tensor, cost: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Solved:
+def _search(tiles: Tensor, cost: Tensor | None, divisor: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Solved:
     """Coarse to fine over shares of the range, tile by tile."""
     tiles = accumulated(tiles)
     low, high = tiles.amin(-1), tiles.amax(-1)
 
     def trial(share: Tensor) -> _Best:
-        scale, zero = qparams(low * share, high * share, scheme, dtype)
-        step = scale.to(tiles.dtype)
+        scale, zero = qparams(low * share, high * share, scheme, dtype, divisor)
+        step = (scale if divisor is None else scale / divisor).to(tiles.dtype)
         levels = tiles / step[..., None]
         if zero is not None:
             levels = levels + zero[..., None]

@@ -15,9 +15,11 @@ class Grid(Protocol):
     """A finite set of numbers closed under rounding.
 
     `round` maps any float tensor to the nearest grid value, still as a float and ties to even; values outside are
-    clamped. `encode` stores such values as codes, `decode` gives them back, exactly.
+    clamped. `encode` stores such values as codes, `decode` gives them back, exactly. `kind` is int or float.
     """
 
+    @property
+    def kind(self) -> str: ...
     @property
     def bits(self) -> int: ...
     @property
@@ -31,9 +33,20 @@ class Grid(Protocol):
     def decode(self, codes: Tensor) -> Tensor: ...
 
 
+class ScaleGrid(Protocol):
+    """Numbers that scales are stored as."""
+
+    @property
+    def bits(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def encode(self, t: Tensor) -> Tensor: ...
+    def decode(self, codes: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Int:
-    """Signed integers of 2 to 8 bits: -2^(b-1) .. 2^(b-1) - 1.
+    """Signed integers of 1 to 8 bits: -2^(b-1) .. 2^(b-1) - 1.
 
     >>> Int(4).round(torch.tensor([-9.0, 0.5, 1.5, 2.6]))
     tensor([-8.,  0.,  2.,  3.])
@@ -42,8 +55,12 @@ class Int:
     bits: int
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise BadInput(f"Int grid: got {self.bits} bits, expected 2 to 8")
+        if not 1 <= self.bits <= 8:
+            raise BadInput(f"Int grid: got {self.bits} bits, expected 1 to 8")
+
+    @property
+    def kind(self) -> str:
+        return "int"
 
     @property
     def low(self) -> float:
@@ -76,6 +93,10 @@ class Float8:
     """
 
     @property
+    def kind(self) -> str:
+        return "float"
+
+    @property
     def bits(self) -> int:
         return 8
 
@@ -100,3 +121,82 @@ class Float8:
 
     def decode(self, codes: Tensor) -> Tensor:
         return codes.to(torch.float32)
+
+
+@dataclass(frozen=True)
+class Minifloat:
+    """Floats of a sign, two exponent bits (bias 1) and some mantissa bits, without infinity or NaN.
+
+    With one mantissa bit this is e2m1, the elements of NVFP4 and MXFP4; with three e2m3, those of MXFP6. A code is the
+    bits of the number, sign first. Below 2 neighbours are `2^-mantissa` apart, from 2 on twice and from 4 on four times
+    as far.
+
+    >>> Minifloat(1).round(torch.tensor([0.25, 0.75, 2.6, -5.1, 9.0])).tolist()
+    [0.0, 1.0, 3.0, -6.0, 6.0]
+    >>> Minifloat(1).encode(torch.tensor([0.0, 0.5, -6.0])).tolist()
+    [0, 1, 15]
+    """
+
+    mantissa: int
+
+    @property
+    def kind(self) -> str:
+        return "float"
+
+    @property
+    def bits(self) -> int:
+        return 3 + self.mantissa
+
+    @property
+    def low(self) -> float:
+        return -self.high
+
+    @property
+    def high(self) -> float:
+        return 8.0 - 4 * 2.0**-self.mantissa
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def round(self, t: Tensor) -> Tensor:
+        size = t.abs().clamp(max=self.high)
+        step = (1 + (size >= 2).to(t.dtype) + 2 * (size >= 4).to(t.dtype)) * 2.0**-self.mantissa
+        # What rounds to 0 keeps its sign, as in the library that defines the formats; a negative 0 has none.
+        return ((size / step).round() * step).copysign(t + 0.0)
+
+    def encode(self, t: Tensor) -> Tensor:
+        size = t.abs()
+        halves = size.clamp(max=2) + (size - 2).clamp(0, 2) / 2 + (size - 4).clamp(min=0) / 4
+        code = (halves * 2**self.mantissa).to(torch.uint8)
+        return code + t.signbit().to(torch.uint8) * (4 << self.mantissa)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        index = torch.arange(4 << self.mantissa, device=codes.device)
+        exponent = ((index >> self.mantissa) - 1).clamp(min=0)
+        size = torch.ldexp((index - (exponent << self.mantissa)).to(torch.float32), exponent - self.mantissa)
+        return torch.cat([size, -size])[codes.int()]
+
+
+@dataclass(frozen=True)
+class PowersOfTwo:
+    """e8m0, the scales of the MX formats: `2^(code - 127)`. Code 255 stands for no finite number and is never made.
+
+    >>> PowersOfTwo().encode(torch.tensor([0.5, 1.0])).tolist()
+    [126, 127]
+    """
+
+    @property
+    def bits(self) -> int:
+        return 8
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def encode(self, t: Tensor) -> Tensor:
+        return (torch.frexp(t).exponent + 126).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        ones = torch.ones_like(codes, dtype=torch.float32)
+        return torch.where(codes == 255, torch.inf, torch.ldexp(ones, codes.to(torch.int32) - 127))

@@ -5,7 +5,6 @@ Dimensions are `[*e, out, in]`: `*e` stands for stacked experts or nothing, grou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import singledispatch
 from typing import Any
 
@@ -15,8 +14,40 @@ from torch import Tensor
 
 from ptq._tree import node, static, tree_map
 from ptq.errors import BadInput
-from ptq.numerics.grids import Grid
+from ptq.numerics.grids import Grid, ScaleGrid
 from ptq.numerics.patterns import Pattern
+from ptq.numerics.tiles import Tile, fits, per_tile
+
+
+@node
+class Scales:
+    """Scales that are numbers of a grid themselves, `codes / divisor`: those of NVFP4 and of the MX formats.
+
+    Invariants:
+        codes: `[*e, a, b]` in `grid.dtype`.
+        divisor: `[*e, 1, 1]` float32, finite and above 0, or None for 1. NVFP4's "global scale", which files keep as
+            what to divide by; a product with its reciprocal would round differently.
+    """
+
+    codes: Tensor
+    divisor: Tensor | None
+    grid: ScaleGrid = static()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
 
 
 @node
@@ -25,16 +56,19 @@ class Quantized:
 
     Invariants (`validate` checks them):
         codes: `[*e, out, in]` in `grid.dtype`, one code an element (packing belongs to files).
-        scale: `[*e, a, b]`, finite and not 0; each value serves a tile of `ceil(out / a) x ceil(in / b)` codes, which
-            is the only place where granularity is stored: `[1, 1]` tensor, `[out, 1]` channel, `[out, in / g]` groups.
+        scale: `[*e, a, b]`, finite and not 0, a tensor or `Scales`; each value serves a tile of codes. Granularity is
+            told by its shape alone: `[1, 1]` tensor, `[out, 1]` channel, `[out, in / g]` groups.
         zero: the scale's shape in `grid.dtype`, or None for a symmetric grid.
+        tile: rows and columns of a tile; None is `ceil(out / a) x ceil(in / b)`, which is what there is unless the
+            last tiles are cut off, as blocks of 128 x 128 may be.
     """
 
     codes: Tensor
-    scale: Tensor
+    scale: Tensor | Scales
     zero: Tensor | None
     grid: Grid = static()
     dtype: torch.dtype = static()
+    tile: Tile | None = static(default=None)
 
     @property
     def shape(self) -> torch.Size:
@@ -109,14 +143,22 @@ def _(leaf: Tensor) -> Tensor:
 
 
 @dense.register
+def _(leaf: Scales) -> Tensor:
+    scale = leaf.grid.decode(leaf.codes)
+    return scale if leaf.divisor is None else scale / leaf.divisor
+
+
+@dense.register
 def _(leaf: Quantized) -> Tensor:
     # Integer times scale is exact in float32 for every stored scale of 16 bits or less, so the only rounding is the
     # cast to the leaf's dtype: the value a loader computes.
-    scale = leaf.scale.to(torch.promote_types(leaf.scale.dtype, torch.float32))
+    scale = dense(leaf.scale)
     levels = leaf.grid.decode(leaf.codes)
     if leaf.zero is not None:
-        levels = per_tile(torch.sub, levels, leaf.grid.decode(leaf.zero))
-    return per_tile(torch.mul, levels, scale).to(leaf.dtype)
+        levels = per_tile(torch.sub, levels, leaf.grid.decode(leaf.zero), leaf.tile)
+    return per_tile(torch.mul, levels, scale.to(torch.promote_types(scale.dtype, torch.float32)), leaf.tile).to(
+        leaf.dtype
+    )
 
 
 @dense.register
@@ -134,33 +176,6 @@ def unquantized(leaf: Leaf) -> Leaf:
     if compressed(leaf.values if isinstance(leaf, Sparse) else leaf):
         raise BadInput("is quantized already, and what was rounded away is lost; start from the uncompressed weight")
     return leaf
-
-
-def spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Gives each element its tile's value: `[*e, a, b]` to `[*e, out, in]` (a ragged last tile is cut).
-
-    >>> spread(torch.tensor([[1.0, 2.0]]), torch.Size((2, 4)))
-    tensor([[1., 1., 2., 2.],
-            [1., 1., 2., 2.]])
-    """
-    (*e, a, b), (*_, rows, columns) = scale.shape, shape
-    high, wide = -(-rows // a), -(-columns // b)
-    tiles = scale[..., :, None, :, None].expand(*e, a, high, b, wide)
-    return tiles.reshape(*e, a * high, b * wide)[..., :rows, :columns]
-
-
-def per_tile(op: Callable[[Tensor, Tensor], Tensor], t: Tensor, tiles: Tensor) -> Tensor:
-    """`op(t, spread(tiles, t.shape))`, for an operation on elements; whole tiles are not written out for it.
-
-    >>> per_tile(torch.mul, torch.ones(2, 4), torch.tensor([[1.0, 2.0]]))
-    tensor([[1., 1., 2., 2.],
-            [1., 1., 2., 2.]])
-    """
-    (a, b), (rows, columns) = tiles.shape[-2:], t.shape[-2:]
-    if rows % a or columns % b:
-        return op(t, spread(tiles, t.shape))
-    parted = t.unflatten(-1, (b, columns // b)).unflatten(-3, (a, rows // a))
-    return op(parted, tiles[..., :, None, :, None]).reshape(t.shape)
 
 
 def linear(x: Tensor, leaf: Leaf, bias: Tensor | None = None) -> Tensor:
@@ -192,9 +207,14 @@ def nbytes(leaf: Leaf) -> int:
 
 
 @nbytes.register
+def _(leaf: Scales) -> int:
+    return leaf.codes.numel() * leaf.codes.element_size() + (0 if leaf.divisor is None else 4 * leaf.divisor.numel())
+
+
+@nbytes.register
 def _(leaf: Quantized) -> int:
     zero = 0 if leaf.zero is None else leaf.zero.numel() * leaf.grid.bits
-    return (leaf.codes.numel() * leaf.grid.bits + zero + 7) // 8 + leaf.scale.numel() * leaf.scale.element_size()
+    return (leaf.codes.numel() * leaf.grid.bits + zero + 7) // 8 + nbytes(leaf.scale)
 
 
 @nbytes.register
@@ -223,14 +243,13 @@ def finite(values: Tensor) -> bool:
 
 def validate(leaf: Quantized, name: str) -> Quantized:
     """Returns the leaf, or raises `BadInput` that names the weight and the invariant it breaks."""
-    tiles = leaf.scale.shape[-2:]
-    if leaf.scale.ndim != leaf.codes.ndim or any(t > n for t, n in zip(tiles, leaf.shape[-2:], strict=True)):
+    if leaf.scale.ndim != leaf.codes.ndim or not fits(leaf.scale.shape, leaf.shape, leaf.tile):
         raise BadInput(f"{name}: scale of shape {tuple(leaf.scale.shape)} does not tile codes {tuple(leaf.shape)}")
     if leaf.zero is not None and leaf.zero.shape != leaf.scale.shape:
         raise BadInput(f"{name}: zero points {tuple(leaf.zero.shape)}, expected the scale's {tuple(leaf.scale.shape)}")
     if leaf.codes.dtype != leaf.grid.dtype:
         raise BadInput(f"{name}: codes are {leaf.codes.dtype}, expected {leaf.grid.dtype}")
-    scale = leaf.scale.float()
+    scale = dense(leaf.scale).float()
     if not bool(((scale != 0) & scale.isfinite()).all()):
         raise BadInput(f"{name}: a scale is 0, infinite or NaN; quantize this weight again from finite values")
     return leaf

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int8, Int32
+from jaxtyping import Int8, Int32, UInt8
 from torch import Tensor
 
 from ptq.numerics.chunks import by_rows
@@ -44,6 +44,21 @@ def pack(codes: Int8[Tensor, "*rows count"], bits: int) -> Int32[Tensor, "*rows 
     return by_rows(words, codes)
 
 
+def pack_bytes(codes: UInt8[Tensor, "*rows count"], bits: int) -> UInt8[Tensor, "*rows bytes"]:
+    """Packs unsigned codes of 4 or 6 bits, those of small floats, along the last dimension: the same stream, as bytes.
+
+    >>> pack_bytes(torch.tensor([[2, 6, 5, 0]], dtype=torch.uint8), 4)
+    tensor([[98,  5]], dtype=torch.uint8)
+    """
+    need = -(-codes.shape[-1] * bits // 8)
+    return by_rows(lambda rows: _joined(rows.view(torch.int8), bits, signed=False)[..., :need], codes)
+
+
+def unpack_bytes(data: UInt8[Tensor, "*rows bytes"], bits: int, count: int) -> UInt8[Tensor, "*rows count"]:
+    """The inverse of `pack_bytes`."""
+    return by_rows(lambda rows: _parted(rows, bits, count).view(torch.uint8), data)
+
+
 def unpack(
     words: Int32[Tensor, "*rows words"], bits: int, count: int, straddle: bool = True
 ) -> Int8[Tensor, "*rows count"]:
@@ -59,7 +74,7 @@ def unpack(
     tensor([[ 3, -4,  0]], dtype=torch.int8)
     """
     if straddle:
-        return by_rows(lambda rows: _parted(rows, bits, count), words)
+        return by_rows(lambda rows: _parted(rows, bits, count).sub_(1 << (bits - 1)), words)
     each, mask, offset = 32 // bits, (1 << bits) - 1, 1 << (bits - 1)
     codes = torch.stack([(words >> (j * bits)).bitwise_and_(mask).to(torch.int8) for j in range(each)], dim=-1)
     return codes.flatten(-2)[..., :count].contiguous().sub_(offset)
@@ -82,12 +97,12 @@ def unpack_down(
     return unpack(words.mT.contiguous(), bits, count, straddle).mT.contiguous()
 
 
-def _joined(codes: Tensor, bits: int) -> Tensor:
+def _joined(codes: Tensor, bits: int, signed: bool = True) -> Tensor:
     """The stream's bytes `[*rows, eights * bits]`."""
-    count = codes.shape[-1]
-    lanes = _dense(F.pad(codes, (0, -count % 8), value=-(1 << (bits - 1)))).view(torch.int64)
+    offset = 1 << (bits - 1) if signed else 0
+    lanes = _dense(F.pad(codes, (0, -codes.shape[-1] % 8), value=-offset)).view(torch.int64)
     lanes &= _repeated((1 << bits) - 1, 8)
-    lanes ^= _repeated(1 << (bits - 1), 8)  # modulo 2^b the same as adding
+    lanes ^= _repeated(offset, 8)  # modulo 2^b the same as adding
     for lane in _LANES if bits < 8 else ():
         field = lane // 8 * bits
         upper = (lanes >> (lane - field)).bitwise_and_(_repeated(((1 << field) - 1) << field, 2 * lane))
@@ -98,7 +113,7 @@ def _joined(codes: Tensor, bits: int) -> Tensor:
 
 
 def _parted(words: Tensor, bits: int, count: int) -> Tensor:
-    """The codes of streams."""
+    """The codes of streams, without a sign."""
     stream = _dense(words).view(torch.uint8)
     need = -(-count // 8) * bits
     stream = F.pad(stream, (0, need - stream.shape[-1]))
@@ -111,7 +126,7 @@ def _parted(words: Tensor, bits: int, count: int) -> Tensor:
         field = lane // 8 * bits
         upper = (lanes << (lane - field)).bitwise_and_(_repeated(((1 << field) - 1) << lane, 2 * lane))
         lanes.bitwise_and_(_repeated((1 << field) - 1, 2 * lane)).bitwise_or_(upper)
-    return lanes.view(torch.int8)[..., :count].contiguous().sub_(1 << (bits - 1))
+    return lanes.view(torch.int8)[..., :count].contiguous()
 
 
 def _repeated(field: int, lane: int) -> int:

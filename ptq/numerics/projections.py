@@ -19,6 +19,7 @@ from ptq.numerics.facts import Facts
 from ptq.numerics.leaves import Leaf, Sparse
 from ptq.numerics.patterns import NM, Pattern
 from ptq.numerics.schemes import Scheme
+from ptq.numerics.tiles import spread
 from ptq.types import Diagonal, Mask, Weight
 
 
@@ -74,37 +75,56 @@ class Projection(NamedTuple):
     """columns that `choose` decides together; their order must then be the natural one"""
 
 
-def affine(scheme: Scheme, fit: fits.Fit = "minmax", refresh: bool = False) -> Projection:
+def affine(
+    scheme: Scheme, fit: fits.Fit = "minmax", refresh: bool = False, divisor: Tensor | None = None
+) -> Projection:
     """Rounding to a scheme's grid: `(round(w / s + z) - z) s`.
 
     Args:
         scheme: grid and granularity.
         fit: how scales are chosen, see `ptq.numerics.fits`.
         refresh: choose a group's scales again when a sweep reaches it, as the original GPTQ code does.
+        divisor: `[*e, 1, 1]`, what the scales of several weights share, see `fits.shared_divisor`.
     """
     grid, method = scheme.grid, fits.known(fit)
 
     def fitted(w: Weight, importance: Diagonal | None) -> Facts:
-        return fits.fit(w, scheme, method, importance)
+        return _each(fits.fit(w, scheme, method, importance, divisor=divisor), scheme, w.shape)
 
     def project(w: Tensor, facts: Facts) -> Tensor:
-        scale, zero = facts
+        step, zero = facts.step, facts.zero
         if zero is None:
-            return grid.round(w / scale) * scale
-        return (grid.round(w / scale + zero) - zero) * scale
+            return grid.round(w / step) * step
+        return (grid.round(w / step + zero) - zero) * step
 
     def encode(values: Tensor, facts: Facts) -> Leaf:
-        scale, zero = facts
-        every = scale.shape[-1] // scheme.tiles(values.shape)[1]  # a span may have said it more than once a group
-        zero = None if zero is None else zero[..., ::every].contiguous()
-        return fits.quantize(values, scale[..., ::every].contiguous(), zero, grid)
+        return fits.nearest(values, scheme, _once(facts, scheme, values.shape))
 
     def choose(facts: Facts, w: Weight, pivot: Diagonal) -> Facts:
-        return fits.fit(w, scheme, method, pivot.square().reciprocal(), facts[0].dtype)
+        return fits.fit(w, scheme, method, pivot.square().reciprocal(), facts.level.dtype, facts.divisor)
 
     if refresh and scheme.group_size:
         return Projection(fitted, project, encode, choose, scheme.group_size)
     return Projection(fitted, project, encode)
+
+
+def _each(fitted: fits.Fitted, scheme: Scheme, shape: torch.Size) -> fits.Fitted:
+    """For every row, and for every column where tiles are cut off: facts know neither blocks nor ragged ends."""
+    if scheme.block is None:
+        return fitted
+    wide = fitted.level.shape[-1] if shape[-1] % scheme.block[1] == 0 else shape[-1]
+    to = torch.Size((*shape[:-1], wide))
+    tile = (scheme.block[0], 1 if wide == fitted.level.shape[-1] else scheme.block[1])
+    every = [None if t is None else spread(t, to, tile) for t in (fitted.level, fitted.zero)]
+    return fits.Fitted(every[0], every[1], fitted.divisor)  # type: ignore[arg-type]  # a level is always there
+
+
+def _once(facts: fits.Fitted, scheme: Scheme, shape: torch.Size) -> fits.Fitted:
+    """The inverse: also of facts that spans have said more than once a group."""
+    (high, wide), columns = scheme.tile(shape), facts.level.shape[-1]
+    down, across = high if facts.level.shape[-2] == shape[-2] else 1, max(1, wide * columns // shape[-1])
+    once = [None if t is None else t[..., ::down, ::across].contiguous() for t in (facts.level, facts.zero)]
+    return fits.Fitted(once[0], once[1], None if facts.divisor is None else facts.divisor[..., :1, :1])  # type: ignore[arg-type]  # as above
 
 
 def prune(pattern: Pattern, preserve: bool = False, block: int = 128) -> Projection:

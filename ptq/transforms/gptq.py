@@ -10,12 +10,14 @@ column keeps its rounded value instead of 0; the Gram matrix is a plain sum, wit
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
+
+from torch import Tensor
 
 from ptq.base import Leaf, Outcome, Transform, leafwise
 from ptq.errors import NotPositiveDefinite
-from ptq.numerics import obs
-from ptq.numerics.fits import Fit
+from ptq.numerics import fits, obs
 from ptq.numerics.leaves import dense, unquantized
 from ptq.numerics.projections import affine, keeping
 from ptq.numerics.schemes import Scheme
@@ -29,7 +31,7 @@ def gptq(
     scheme: Scheme,
     damp: float = 0.01,
     order: Order = "activation",
-    fit: Fit = "gram",
+    fit: fits.Fit = "gram",
     refresh: bool = False,
     on_failure: OnFailure = "fallback",
 ) -> Transform:
@@ -55,7 +57,6 @@ def gptq(
         >>> dense(state.params["a.weight"])  # plainly rounded it would be 0.8 and 1.4
         tensor([[0.8000, 1.4000]])
     """
-    projection = affine(scheme, fit, refresh)
 
     def check(leaf: Leaf) -> None:
         scheme.check(unquantized(leaf).shape[-1])
@@ -63,12 +64,14 @@ def gptq(
     def shared(gram: Gram) -> dict[str, Any]:
         return {"factor": factored(gram, damp, None if refresh else order, on_failure)}
 
-    def solve(leaf: Leaf, factor: obs.Factor) -> tuple[Leaf, Outcome]:
-        return obs.sweep(dense(unquantized(leaf)), factor, keeping(leaf, projection)), outcome(factor)
+    def solve(leaf: Leaf, factor: obs.Factor, divisor: Tensor | None = None) -> tuple[Leaf, Outcome]:
+        projection = keeping(leaf, affine(scheme, fit, refresh, divisor))
+        return obs.sweep(dense(unquantized(leaf)), factor, projection), outcome(factor)
 
     how = "refresh" if refresh else f"order={order}"
     name = f"gptq({scheme}, {fit}, damp={damp:g}, {how}, on_failure={on_failure})"
-    return leafwise(("gram",), solve, shared=shared, check=check, name=name)
+    together = partial(fits.agreed, scheme=scheme)
+    return leafwise(("gram",), solve, shared=shared, together=together, check=check, name=name)
 
 
 def factored(gram: Gram, damp: float, order: Order, on_failure: OnFailure) -> obs.Factor:

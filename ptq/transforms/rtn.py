@@ -5,6 +5,10 @@ Objective: `min |Q(w) - w|` for each weight, over the values of its grid. The ba
 
 from __future__ import annotations
 
+from functools import partial
+
+from torch import Tensor
+
 from ptq.base import Leaf, Transform, leafwise
 from ptq.numerics import fits, obs
 from ptq.numerics.leaves import Sparse, dense, unquantized
@@ -31,16 +35,16 @@ def rtn(scheme: Scheme, fit: fits.Fit = "minmax") -> Transform:
         >>> dense(state.params["a.weight"])
         tensor([[ 0.2000, -1.6000]])
     """
-    projection = affine(scheme, fit)
 
     def check(leaf: Leaf) -> None:
         scheme.check(unquantized(leaf).shape[-1])
 
-    def solve(leaf: Leaf, second_moment: SecondMoment | None = None) -> Leaf:
+    def solve(leaf: Leaf, second_moment: SecondMoment | None = None, divisor: Tensor | None = None) -> Leaf:
         w, importance = dense(unquantized(leaf)), second_moment.sum if second_moment else None
         if isinstance(leaf, Sparse):
-            return obs.project(w, keeping(leaf, projection), importance)
-        return fits.quantize(w, *fits.fit(w, scheme, fit, importance), scheme.grid)
+            return obs.project(w, keeping(leaf, affine(scheme, fit, divisor=divisor)), importance)
+        return fits.nearest(w, scheme, fits.fit(w, scheme, fit, importance, divisor=divisor))
 
     kinds = ("second_moment",) if fit == "gram" else ()
-    return leafwise(kinds, solve, check=check, name=f"rtn({scheme}, {fit})")
+    together = partial(fits.agreed, scheme=scheme)
+    return leafwise(kinds, solve, together=together, check=check, name=f"rtn({scheme}, {fit})")

@@ -10,11 +10,13 @@ pruned first instead of set to 0 beforehand; the Gram matrix is a plain sum, wit
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ptq.base import Leaf, Outcome, Transform, leafwise
-from ptq.numerics import obs
-from ptq.numerics.fits import Fit
+from ptq.numerics import fits, obs
 from ptq.numerics.leaves import dense, unquantized
 from ptq.numerics.patterns import Pattern
 from ptq.numerics.projections import affine, prune, then
@@ -27,7 +29,7 @@ def sparsegpt(
     pattern: Pattern,
     scheme: Scheme | None = None,
     damp: float = 0.01,
-    fit: Fit = "gram",
+    fit: fits.Fit = "gram",
     preserve_sparsity_mask: bool = False,
     on_failure: OnFailure = "fallback",
 ) -> Transform:
@@ -53,7 +55,6 @@ def sparsegpt(
         tensor([[0.0000, 2.5000]])
     """
     pruned = prune(pattern, preserve_sparsity_mask)
-    projection = then(pruned, affine(scheme, fit)) if scheme else pruned
 
     def check(leaf: Leaf) -> None:
         columns = unquantized(leaf).shape[-1]
@@ -64,9 +65,11 @@ def sparsegpt(
     def shared(gram: Gram) -> dict[str, Any]:
         return {"factor": factored(gram, damp, None, on_failure)}
 
-    def solve(leaf: Leaf, factor: obs.Factor) -> tuple[Leaf, Outcome]:
+    def solve(leaf: Leaf, factor: obs.Factor, divisor: Tensor | None = None) -> tuple[Leaf, Outcome]:
+        projection = then(pruned, affine(scheme, fit, divisor=divisor)) if scheme else pruned
         return obs.sweep(dense(unquantized(leaf)), factor, projection), outcome(factor)
 
     kept = ", preserve_sparsity_mask" if preserve_sparsity_mask else ""
     name = f"sparsegpt({pattern}{f', {scheme}, {fit}' if scheme else ''}, damp={damp:g}{kept}, on_failure={on_failure})"
-    return leafwise(("gram",), solve, shared=shared, check=check, name=name)
+    together = partial(fits.agreed, scheme=scheme) if scheme else None
+    return leafwise(("gram",), solve, shared=shared, together=together, check=check, name=name)

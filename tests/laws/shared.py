@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptq._tree import NAMESPACE, tensors
-from ptq.numerics.fits import fit, quantize
+from ptq.numerics.fits import fit, nearest
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.leaves import Leaf, Sparse, Transposed
 from ptq.numerics.patterns import NM
@@ -27,12 +27,12 @@ def leaf(kind: str, *experts: int) -> Leaf:
     """A leaf of each kind, `[*experts, OUT, IN]`."""
     w = randn(3, *experts, OUT, IN, dtype=torch.bfloat16)
     mask = NM(keep=2, of=4).mask(w.abs())
-    four = quantize(w, *fit(w, W4), W4.grid)
+    four = nearest(w, W4, fit(w, W4))
     return {
         "tensor": w,
         "int4": four,
-        "int3 asymmetric": quantize(w, *fit(w, W3_ASYM), W3_ASYM.grid),
-        "fp8": quantize(w, *fit(w, FP8), FP8.grid),
+        "int3 asymmetric": nearest(w, W3_ASYM, fit(w, W3_ASYM)),
+        "fp8": nearest(w, FP8, fit(w, FP8)),
         "sparse": Sparse(w.masked_fill(~mask, 0), mask, NM(keep=2, of=4)),
         "sparse int4": Sparse(four, mask, None),
         "transposed int4": Transposed(four),
