@@ -89,7 +89,8 @@ PROJECTIONS: dict[str, Callable[[], Projection]] = {
     "pruned ternary": lambda: then(prune(NM(keep=2, of=4)), ternary()),
 }
 
-LEAVES = ["tensor", "int4", "int3 asymmetric", "fp8", "sparse", "sparse int4", "transposed int4", "transposed"]
+INTS, FLOATS = ("int4", "int3 asymmetric"), ("fp8", "fp8 block", "nvfp4", "mxfp6")
+LEAVES = ["tensor", *INTS, *FLOATS, "sparse", "sparse int4", "transposed int4", "transposed"]
 
 
 Law = Callable[[Any], None]
@@ -141,7 +142,7 @@ LAWS: list[tuple[dict[str, Any], list[Law]]] = [
         ],
     ),
     (
-        {kind: kind for kind in ("int4", "int3 asymmetric", "fp8")},
+        {kind: kind for kind in (*INTS, *FLOATS)},
         [leaves.quantized_values_quantize_to_themselves],
     ),
     (

@@ -8,11 +8,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ptq.numerics.grids import Float8, Int
+from ptq.numerics.grids import Float8, Int, Minifloat, PowersOfTwo
 from ptq.numerics.patterns import NM, Pattern, Unstructured
 from ptq.numerics.schemes import Scheme
 
-GRIDS = [Int(2), Int(3), Int(4), Int(8), Float8()]
+GRIDS = [Int(1), Int(2), Int(3), Int(4), Int(8), Float8(), Minifloat(1), Minifloat(3)]
 PATTERNS: list[Pattern] = [Unstructured(0.0), Unstructured(0.37), Unstructured(0.5), Unstructured(0.9)]
 PATTERNS += [NM(keep=2, of=4), NM(keep=1, of=4), NM(keep=4, of=8), NM(keep=2, of=2)]
 SCHEMES = [
@@ -24,6 +24,11 @@ SCHEMES = [
     Scheme(Int(8), "tensor", symmetric=False),
     Scheme(Float8(), "channel"),
     Scheme(Float8(), "tensor"),
+    Scheme(Float8(), "block", block=(4, 6)),
+    Scheme(Minifloat(1), "group", 8, scales=Float8()),
+    Scheme(Minifloat(1), "group", 8, scales=PowersOfTwo()),
+    Scheme(Minifloat(3), "group", 8, scales=PowersOfTwo()),
+    Scheme(Float8(), "group", 8, scales=PowersOfTwo()),
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -10,7 +10,7 @@ from laws.shared import IN, OUT, identical, leaf, untouched
 from laws.solves import Elsewhere
 from ptq.numerics import chunks
 from ptq.numerics.chunks import by_rows, few_rows
-from ptq.numerics.fits import fit, nearest, quantize
+from ptq.numerics.fits import fit, nearest
 from ptq.numerics.grids import Int
 from ptq.numerics.leaves import Quantized, dense
 from ptq.numerics.schemes import Scheme
@@ -35,7 +35,7 @@ def test_only_a_few_rows_are_seen_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert [tuple(m.shape) for (m,) in few_rows(randn(0, 2, 30))] == [(1, 30)] * 2
 
 
-@pytest.mark.parametrize("kind", ["tensor", "int4", "int3 asymmetric", "fp8", "sparse", "sparse int4"])
+@pytest.mark.parametrize("kind", ["tensor", "int4", "int3 asymmetric", "nvfp4", "mxfp6", "sparse", "sparse int4"])
 def test_leaves_are_cut_with_all_their_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 2 * IN)
     x = leaf(kind, 3)
@@ -54,11 +54,11 @@ def test_what_cannot_be_cut_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None
 @given(seeds, schemes, dtypes)
 def test_chunks_round_alike(seed: int, scheme: Scheme, dtype: torch.dtype) -> None:
     w = randn(seed, 2, 9, 40, dtype=dtype)
-    scale, zero, _ = fit(w, scheme)
-    whole = quantize(w, scale, zero, scheme.grid)
+    fitted = fit(w, scheme)
+    whole = nearest(w, scheme, fitted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK", 100)
-        assert identical(quantize(w, scale, zero, scheme.grid), whole)
+        assert identical(nearest(w, scheme, fitted), whole)
         mapped = torch.func.vmap(lambda w: nearest(w, scheme, fit(w, scheme)))(w)
     assert identical(mapped, whole)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from checkpoints import GOLDEN, SCHEMES as FILES
 from ptq.errors import BadInput
 from ptq.numerics import fits
-from ptq.numerics.fits import fit, qparams, quantize
+from ptq.numerics.fits import fit, nearest, qparams, quantize
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.leaves import dense, validate
 from ptq.numerics.schemes import Scheme
@@ -68,30 +68,28 @@ def test_codes_are_those_of_compressed_tensors(tensors: dict[str, Tensor], case:
     zero = tensors.get(f"{case}/in/weight_zero_point") if not how["symmetric"] else None
     shape = (1, 1) if scale.ndim == 1 else scale.shape
     grid = Int(how["num_bits"]) if how["type"] == "int" else Float8()
-    got = quantize(w, scale.view(shape), None if zero is None else zero.view(shape), grid)
+    block = tuple(how["block_structure"]) if how["strategy"] == "block" else None
+    got = quantize(w, scale.view(shape), None if zero is None else zero.view(shape), grid, block)
     assert torch.equal(got.codes.float(), tensors[f"{case}/x/quantized_values"].float())
     assert torch.equal(dense(validate(got, case)), tensors[f"{case}/x/decompressed_weight"])
 
 
-# Blocks are no granularity of schemes yet; their codes are compared above.
-SCALES = [found for found in CODES if found.values[2]["strategy"] in ("tensor", "channel", "group")]
-
-
-@pytest.mark.parametrize(("tensors", "case", "how"), SCALES)
+@pytest.mark.parametrize(("tensors", "case", "how"), CODES)
 def test_minmax_scales_are_those_of_compressed_tensors(
     tensors: dict[str, Tensor], case: str, how: dict[str, Any]
 ) -> None:
     grid = Int(how["num_bits"]) if how["type"] == "int" else Float8()
-    scheme = Scheme(grid, how["strategy"], how["group_size"], how["symmetric"])
+    block = tuple(how["block_structure"]) if how["strategy"] == "block" else None
+    scheme = Scheme(grid, how["strategy"], how["group_size"], how["symmetric"], block)
     scale, zero, _ = fit(tensors[f"{case}/in/weight"], scheme)
     assert torch.equal(scale.flatten(), tensors[f"{case}/in/weight_scale"].flatten())
     if zero is not None:
         assert torch.equal(zero.flatten(), tensors[f"{case}/in/weight_zero_point"].flatten())
 
 
-def cost(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, importance: Tensor | None) -> Tensor:
+def cost(w: Tensor, fitted: fits.Fitted, scheme: Scheme, importance: Tensor | None) -> Tensor:
     """Error of each tile, by way of the leaf."""
-    error = (dense(quantize(w, scale, zero, scheme.grid)) - w).square()
+    error = (dense(nearest(w, scheme, fitted)) - w).square()
     return scheme.grouped(error if importance is None else error * importance[..., None, :]).sum(-1)
 
 
@@ -99,7 +97,7 @@ def exhaustive(w: Tensor, scheme: Scheme, importance: Tensor | None) -> Tensor:
     """The least cost of each tile over the whole table of shares."""
     tiles = scheme.grouped(w)
     low, high = tiles.amin(-1), tiles.amax(-1)
-    trials = [cost(w, *qparams(low * s, high * s, scheme, w.dtype), scheme, importance) for s in SHARES]
+    trials = [cost(w, fits.Fitted(*qparams(low * s, high * s, scheme, w.dtype)), scheme, importance) for s in SHARES]
     return torch.stack(trials).amin(0)
 
 
@@ -108,9 +106,7 @@ def test_a_search_is_never_worse_than_minmax(w: Tensor, scheme: Scheme, method: 
     importance = randn(seed, *w.shape[:-2], w.shape[-1]).square()
     weighting = importance if method == "gram" else None
     found, plain = fit(w, scheme, method, importance), fit(w, scheme)
-    assert (
-        cost(w, *found[:2], scheme, weighting) <= cost(w, *plain[:2], scheme, weighting) * (1 + 1e-9) + 1e-300
-    ).all()
+    assert (cost(w, found, scheme, weighting) <= cost(w, plain, scheme, weighting) * (1 + 1e-9) + 1e-300).all()
 
 
 def test_the_search_comes_near_the_exhaustive_one() -> None:
@@ -118,18 +114,18 @@ def test_the_search_comes_near_the_exhaustive_one() -> None:
     w, importance = randn(0, 64, 256), randn(1, 256).exp()
     for scheme in (Scheme(Int(4), "group", 64), Scheme(Int(3), "channel"), Scheme(Int(4), "channel", symmetric=False)):
         for method, weighting in (("mse", None), ("gram", importance)):
-            found = cost(w, *fit(w, scheme, method, importance)[:2], scheme, weighting).sum()  # type: ignore[arg-type]
+            found = cost(w, fit(w, scheme, method, importance), scheme, weighting).sum()  # type: ignore[arg-type]
             best = exhaustive(w, scheme, weighting).sum()
             assert best * 0.999 <= found < 1.02 * best
-            assert found < 0.97 * cost(w, *fit(w, scheme)[:2], scheme, weighting).sum()
+            assert found < 0.97 * cost(w, fit(w, scheme), scheme, weighting).sum()
 
 
 def test_gram_and_mse_each_win_by_their_own_measure() -> None:
     w, importance = randn(0, 32, 128), randn(1, 128).mul(2).exp()
     scheme = Scheme(Int(3), "channel")
     mse, weighted = fit(w, scheme, "mse"), fit(w, scheme, "gram", importance)
-    assert cost(w, *mse[:2], scheme, None).sum() < cost(w, *weighted[:2], scheme, None).sum()
-    assert cost(w, *weighted[:2], scheme, importance).sum() < cost(w, *mse[:2], scheme, importance).sum()
+    assert cost(w, mse, scheme, None).sum() < cost(w, weighted, scheme, None).sum()
+    assert cost(w, weighted, scheme, importance).sum() < cost(w, mse, scheme, importance).sum()
 
 
 def test_columns_without_weight_do_not_count() -> None:
@@ -145,19 +141,22 @@ def test_scales_can_be_stored(w: Tensor, scheme: Scheme, method: Any) -> None:
     """Nothing unobserved is written: no zero, infinite or NaN scale, whatever the weight; in the asked dtype."""
     importance = torch.ones(*w.shape[:-2], w.shape[-1])
     for dtype in (None, torch.bfloat16, torch.float32):
-        scale, zero, _ = fit(w, scheme, method, importance, dtype)
-        assert scale.dtype == (dtype or w.dtype)
-        assert scale.shape == (*w.shape[:-2], *scheme.tiles(w.shape))
+        fitted = fit(w, scheme, method, importance, dtype)
+        level, zero, _ = fitted
+        if scheme.scales is None:
+            assert level.dtype == (dtype or w.dtype)
+        else:
+            assert torch.equal(scheme.scales.decode(scheme.scales.encode(level)), level)
+        assert level.shape == (*w.shape[:-2], *scheme.tiles(w.shape))
         assert (zero is None) == scheme.symmetric
-        leaf = validate(quantize(w, scale, zero, scheme.grid), "w")
-        assert dense(leaf).isfinite().all()
+        assert dense(validate(nearest(w, scheme, fitted), "w")).isfinite().all()
 
 
 @given(weights(columns=(16, 40)), schemes, st.sampled_from(fits.FITS))
 def test_rounding_is_idempotent(w: Tensor, scheme: Scheme, method: Any) -> None:
-    scale, zero, _ = fit(w, scheme, method, torch.ones(*w.shape[:-2], w.shape[-1]))
-    once = quantize(w, scale, zero, scheme.grid)
-    twice = quantize(dense(once), scale, zero, scheme.grid)
+    fitted = fit(w, scheme, method, torch.ones(*w.shape[:-2], w.shape[-1]))
+    once = nearest(w, scheme, fitted)
+    twice = nearest(dense(once), scheme, fitted)
     assert torch.equal(dense(once), dense(twice))
     assert torch.equal(once.codes.float(), twice.codes.float())
 
@@ -165,16 +164,16 @@ def test_rounding_is_idempotent(w: Tensor, scheme: Scheme, method: Any) -> None:
 @given(weights(dtype=torch.float64), schemes)
 def test_rounding_takes_the_nearest_value(w: Tensor, scheme: Scheme) -> None:
     """Within half a step where the range covers the weight; elsewhere the end of the range."""
-    scale, zero, _ = fit(w, scheme)
-    leaf = quantize(w, scale, zero, scheme.grid)
-    if isinstance(scheme.grid, Float8):
+    fitted = fit(w, scheme)
+    leaf = nearest(w, scheme, fitted)
+    if scheme.grid.kind == "float":
         return
-    offset = 0.0 if zero is None else spread(zero.double(), w.shape)
-    step = spread(scale, w.shape)
+    offset = 0.0 if fitted.zero is None else spread(fitted.zero.double(), w.shape)
+    step = spread(fitted.level, w.shape)
     low, high = (scheme.grid.low - offset) * step, (scheme.grid.high - offset) * step
-    nearest = (dense(leaf) - w).abs() <= step / 2 * (1 + 1e-6)
+    near = (dense(leaf) - w).abs() <= step / 2 * (1 + 1e-6)
     outside = (w < low) & (dense(leaf) == low) | (w > high) & (dense(leaf) == high)
-    assert (nearest | outside).all()
+    assert (near | outside).all()
 
 
 @given(seeds, schemes, dtypes)
@@ -186,7 +185,7 @@ def test_experts_and_chunks_are_independent(seed: int, scheme: Scheme, dtype: to
     assert torch.equal(whole[0], torch.stack([f.level for f in alone]))
     if whole[1] is not None:
         assert torch.equal(whole[1], torch.stack([f.zero for f in alone]))  # type: ignore[arg-type]
-    if scheme.granularity != "tensor":
+    if scheme.granularity in ("channel", "group") and not scheme.divided:
         assert torch.equal(whole[0][:1], torch.cat(rows, -2))
     mapped = torch.func.vmap(lambda w, c: fit(w, scheme, "gram", c)[0])(w, importance)
     assert torch.equal(mapped, whole[0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from laws.shared import identical
 from ptq.numerics import obs
 from ptq.numerics.fits import fit, nearest
 from ptq.numerics.grids import Int
@@ -24,7 +25,7 @@ def test_affine_without_compensation_is_plain_rounding(w: torch.Tensor, scheme: 
     got = obs.project(w, affine(scheme, method))  # type: ignore[arg-type]  # drawn from its values
     expected = nearest(w, scheme, fit(w, scheme, method))  # type: ignore[arg-type]
     assert torch.equal(got.codes.float(), expected.codes.float())
-    assert torch.equal(got.scale, expected.scale)
+    assert identical(got.scale, expected.scale)
 
 
 @given(seeds)
@@ -125,7 +126,7 @@ def test_scales_keep_their_granularity_beside_a_mask(seed: int, scheme: Scheme) 
     w, g = randn(seed, 5, 16), gram(seed + 1, 16)
     alone = obs.sweep(w, obs.inverse_factor(g), affine(scheme))
     both = obs.sweep(w, obs.inverse_factor(g), then(prune(HALF), affine(scheme)))
-    assert torch.equal(both.values.scale, alone.scale)
+    assert identical(both.values.scale, alone.scale)
     assert both.values.scale.shape[-2:] == scheme.tiles(w.shape)
     assert (both.values.zero is None) == scheme.symmetric
 

@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on with what an interrupted run left; the result is the same"
     )
+    parser.add_argument("--decode", action="store_true", help="take quantized weights as the floats they stand for")
     parser.add_argument("--dry-run", action="store_true", help="show what would be done and what it takes")
     parser.add_argument("--report", metavar="FILE.json", type=Path, help="write the report as JSON")
 
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
         if args.dry_run and not args.report.expanduser().parent.is_dir():
             raise BadInput(f"report {args.report}: its directory does not exist, and a dry run makes none")
     model = open_model(args.model, args.trust_remote_code)
+    model = model.decoded() if args.decode else model
     work = compress(
         model,
         [windows(model, args)] if any(map(measures, stages)) else None,

@@ -11,9 +11,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """MODEL, OUT, --format."""
     add_model(parser)
     parser.add_argument("out", metavar="OUT", help="directory to write; does not exist until it is whole")
-    parser.add_argument(
-        "--format", required=True, help="dense, int-quantized, pack-quantized or float-quantized; values stay the same"
-    )
+    parser.add_argument("--format", required=True, help="such as dense or pack-quantized; values stay the same")
     add_overwrite(parser)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ptq.base import Params, State
+from ptq.numerics.lazy import Decoded
+from ptq.numerics.leaves import compressed
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,14 @@ class Model:
         from ptq.models.call import call  # the function is above the value
 
         return call(self, self.state, *args, **kwargs)
+
+    def decoded(self) -> Model:
+        """The same values as floats, each decoded when it is used: what may be compressed again.
+
+        What was rounded away before is lost: compressing the original is better, where there is one.
+        """
+        params = {n: Decoded(leaf) if compressed(leaf) else leaf for n, leaf in self.params.items()}
+        return replace(self, state=self.state._replace(params=params))
 
     def as_module(self) -> nn.Module:
         """A stock `nn.Module` of its own with the same values, dense: for generate() and evaluation harnesses."""

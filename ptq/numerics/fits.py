@@ -81,7 +81,7 @@ def fit(
     """
     tiles, dtype = scheme.grouped(w), dtype or w.dtype
     if scheme.divided and divisor is None:
-        divisor = shared_divisor(w.abs().amax((-2, -1), keepdim=True), scheme)
+        divisor = shared_divisor(_peak(w), scheme)
     if known(method) == "gram" and importance is None:
         raise BadInput("fit 'gram' weights columns by the diagonal of a Gram matrix, got none")
     cost = _tile_costs(importance, w, scheme) if method == "gram" and importance is not None else None
@@ -128,9 +128,13 @@ def agreed(leaves: Sequence[Leaf], scheme: Scheme) -> Sequence[dict[str, Any]]:
     """
     if not scheme.divided:
         return [{}] * len(leaves)
-    peaks = [dense(leaf).abs().amax((-2, -1), keepdim=True).float() for leaf in leaves]
+    peaks = [_peak(dense(leaf)) for leaf in leaves]
     most = {p.shape: torch.stack([q for q in peaks if q.shape == p.shape]).amax(0) for p in peaks}
     return [{"divisor": shared_divisor(most[p.shape], scheme)} for p in peaks]
+
+
+def _peak(w: Tensor) -> Tensor:
+    return accumulated(w.abs().amax((-2, -1), keepdim=True))
 
 
 def qparams(

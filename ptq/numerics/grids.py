@@ -58,6 +58,9 @@ class Int:
         if not 1 <= self.bits <= 8:
             raise BadInput(f"Int grid: got {self.bits} bits, expected 1 to 8")
 
+    def __str__(self) -> str:
+        return f"int{self.bits}"
+
     @property
     def kind(self) -> str:
         return "int"
@@ -91,6 +94,9 @@ class Float8:
     >>> Float8().round(torch.tensor([1000.0, 17.0, 0.3])).tolist()
     [448.0, 16.0, 0.3125]
     """
+
+    def __str__(self) -> str:
+        return "float8_e4m3fn"
 
     @property
     def kind(self) -> str:
@@ -139,6 +145,9 @@ class Minifloat:
 
     mantissa: int
 
+    def __str__(self) -> str:
+        return f"float{self.bits}_e2m{self.mantissa}"
+
     @property
     def kind(self) -> str:
         return "float"
@@ -162,8 +171,7 @@ class Minifloat:
     def round(self, t: Tensor) -> Tensor:
         size = t.abs().clamp(max=self.high)
         step = (1 + (size >= 2).to(t.dtype) + 2 * (size >= 4).to(t.dtype)) * 2.0**-self.mantissa
-        # What rounds to 0 keeps its sign, as in the library that defines the formats; a negative 0 has none.
-        return ((size / step).round() * step).copysign(t + 0.0)
+        return ((size / step).round() * step).copysign(t)  # what rounds to 0 keeps its sign
 
     def encode(self, t: Tensor) -> Tensor:
         size = t.abs()
@@ -185,6 +193,9 @@ class PowersOfTwo:
     >>> PowersOfTwo().encode(torch.tensor([0.5, 1.0])).tolist()
     [126, 127]
     """
+
+    def __str__(self) -> str:
+        return "float8_e8m0"
 
     @property
     def bits(self) -> int:

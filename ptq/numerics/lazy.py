@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
-from ptq.numerics.leaves import Leaf, compressed, dense
+from ptq.numerics.leaves import Leaf, Sparse, Transposed, compressed, dense
 
 
 class Lazy:
@@ -29,6 +31,30 @@ def load(leaf: Leaf) -> Leaf:
     tensor([1., 1.])
     """
     return leaf.load() if isinstance(leaf, Lazy) else leaf
+
+
+@dataclass(frozen=True)
+class Decoded(Lazy):
+    """A compressed leaf as the float weight that it stands for, decoded when it is used; what is pruned stays so."""
+
+    leaf: Leaf
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # read only
+        return self.leaf.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # read only
+        return self.leaf.dtype
+
+    def load(self) -> Leaf:
+        return _floats(load(self.leaf))
+
+
+def _floats(leaf: Leaf) -> Leaf:
+    if isinstance(leaf, Transposed):
+        return Transposed(_floats(leaf.leaf))
+    return replace(leaf, values=dense(leaf.values)) if isinstance(leaf, Sparse) else dense(leaf)
 
 
 @dense.register

@@ -174,7 +174,7 @@ def _(leaf: Transposed) -> Tensor:
 def unquantized(leaf: Leaf) -> Leaf:
     """The leaf, if a solve may still choose its values: refuses what is quantized already, pruned or not."""
     if compressed(leaf.values if isinstance(leaf, Sparse) else leaf):
-        raise BadInput("is quantized already, and what was rounded away is lost; start from the uncompressed weight")
+        raise BadInput("is quantized already, with loss; start from the original model, or decode this one (--decode)")
     return leaf
 
 

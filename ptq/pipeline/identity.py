@@ -17,7 +17,7 @@ from torch import Tensor
 from ptq._tree import tensors
 from ptq.base import Stage
 from ptq.models.model import Model
-from ptq.numerics.lazy import Lazy
+from ptq.numerics.lazy import Decoded, Lazy
 from ptq.pipeline.batches import Batch
 from ptq.pipeline.place import Place
 from ptq.pipeline.report import versions
@@ -63,7 +63,8 @@ def digest(value: Any) -> str:
 
 def _source(model: Model) -> Iterator[Any]:
     for name, leaf in model.params.items():
-        yield name, type(leaf).__name__, () if isinstance(leaf, Lazy) else tensors(leaf)
+        held = leaf.leaf if isinstance(leaf, Decoded) else leaf
+        yield name, type(leaf).__name__, () if isinstance(held, Lazy) else tensors(held)
     yield repr(model.module)
     yield None if model.config is None else model.config.to_json_string(use_diff=False)
     yield list(model.module.named_buffers())

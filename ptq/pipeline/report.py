@@ -10,8 +10,7 @@ from functools import singledispatch
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ptq.numerics.grids import Int
-from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed
+from ptq.numerics.leaves import Leaf, Quantized, Scales, Sparse, Transposed
 from ptq.numerics.patterns import NM
 
 
@@ -61,9 +60,13 @@ def format_name(leaf: Leaf) -> str:
 @format_name.register
 def _(leaf: Quantized) -> str:
     (*_, rows, columns), (*_, high, wide) = leaf.shape, leaf.scale.shape
-    per = f"group {-(-columns // wide)}" if wide > 1 else "channel" if high > 1 or rows == 1 else "tensor"
-    name = f"int{leaf.grid.bits}" if isinstance(leaf.grid, Int) else str(leaf.grid.dtype).removeprefix("torch.")
-    return f"{name} per {per}{'' if leaf.zero is None else ', zero points'}"
+    per = "channel" if high > 1 or rows == 1 else "tensor"
+    if leaf.tile is not None:
+        per = f"block {leaf.tile[0]} x {leaf.tile[1]}"
+    elif wide > 1 or isinstance(leaf.scale, Scales):
+        per = f"group {-(-columns // wide)}"
+    scales = f", scales {leaf.scale.grid}" if isinstance(leaf.scale, Scales) else ""
+    return f"{leaf.grid} per {per}{scales}{'' if leaf.zero is None else ', zero points'}"
 
 
 @format_name.register

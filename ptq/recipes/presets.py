@@ -1,11 +1,12 @@
 """Named recipes: `<algorithm>-<what>[-g<group>]`, such as `gptq-w4a16-g64` and `sparsegpt-2of4`.
 
-    rtn | gptq                      - w2a16 .. w8a16 | fp8a16 [-gN]
-    magnitude | wanda | sparsegpt   - NofM | P [- w2a16 .. w8a16 | fp8 [-gN]]
+    rtn | gptq                      - FORMAT
+    magnitude | wanda | sparsegpt   - NofM | P [- FORMAT]
 
-`-gN` is a group size; without it a weight has one scale per output channel. `NofM` keeps N of each M inputs, `P` prunes
-P percent. A pruner that is followed by a number format quantizes what is left: sparsegpt in the same sweep, the others
-by rounding to nearest.
+FORMAT is `w2a16` to `w8a16` or `fp8a16`, with `-gN` for groups of N inputs, `-bN` for blocks of N x N, and without them
+one scale per output channel; or `nvfp4a16`, `mxfp4a16`, `mxfp6a16`, `mxfp8a16`, whose groups are fixed. After a pruner
+`fp8` is enough. `NofM` keeps N of each M inputs, `P` prunes P percent. A pruner that is followed by a number format
+quantizes what is left: sparsegpt in the same sweep, the others by rounding to nearest.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ PRESETS: Mapping[str, str] = {
     "rtn-w8a16": "round to nearest, 8-bit weights, a scale per output channel; needs no data",
     "rtn-w4a16-g64": "round to nearest, 4-bit weights in groups of 64; needs no data",
     "rtn-fp8a16": "round to nearest, float8 e4m3 weights, a scale per output channel; needs no data",
+    "rtn-nvfp4a16": "round to nearest, e2m1 weights in groups of 16 with float8 scales; needs no data",
+    "rtn-mxfp4a16": "round to nearest, e2m1 weights in groups of 32 with power-of-two scales; needs no data",
+    "gptq-nvfp4a16": "GPTQ, e2m1 weights in groups of 16 with float8 scales",
+    "gptq-mxfp4a16": "GPTQ, e2m1 weights in groups of 32 with power-of-two scales",
     "gptq-w8a16": "GPTQ, 8-bit weights, a scale per output channel",
     "gptq-w4a16": "GPTQ, 4-bit weights, a scale per output channel",
     "gptq-w4a16-g128": "GPTQ, 4-bit weights in groups of 128",
@@ -45,7 +50,7 @@ PRESETS: Mapping[str, str] = {
 }
 """the recipes that `ptq recipes` lists; the grammar has more"""
 
-_FORMAT = r"(?P<format>w[2-8]a16|fp8(?:a16)?)(?:-g(?P<group>\d+))?"
+_FORMAT = r"(?P<format>w[2-8]a16|fp8(?:a16)?|nvfp4a16|mxfp[468]a16)(?:-g(?P<group>\d+)|-b(?P<block>\d+))?"
 _QUANTIZE = re.compile(rf"(?P<algorithm>rtn|gptq)-{_FORMAT}")
 _PRUNE = re.compile(
     rf"(?P<algorithm>magnitude|wanda|sparsegpt)-(?:(?P<keep>\d+)of(?P<of>\d+)|(?P<percent>\d+))(?:-{_FORMAT})?"
@@ -94,4 +99,7 @@ def _pattern(match: re.Match[str]) -> Pattern:
 
 def _scheme(match: re.Match[str]) -> Scheme:
     name = "FP8A16" if match["format"].startswith("fp8") else match["format"]
-    return make_scheme(name, group_size=int(match["group"] or -1))
+    if size := int(match["block"] or 0):
+        return make_scheme(name, block=(size, size))
+    fixed = name.startswith(("nvfp4", "mxfp")) and not match["group"]
+    return make_scheme(name, group_size=None if fixed else int(match["group"] or -1))

@@ -19,6 +19,9 @@ BYTES = {
     "int4": INT4,
     "int3 asymmetric": -(-3 * (WEIGHTS + OUT) // 8) + 2 * OUT,  # a zero point is as wide as a code
     "fp8": WEIGHTS + 2 * OUT,
+    "fp8 block": WEIGHTS + 2 * 2 * 3,  # 4 x 6 blocks, the last ones cut off
+    "nvfp4": WEIGHTS // 2 + WEIGHTS // 8 + 4,  # two codes a byte, a byte for each group of 8, the divisor
+    "mxfp6": 6 * WEIGHTS // 8 + WEIGHTS // 8,
     "sparse": 2 * WEIGHTS,
     "sparse int4": INT4,
     "transposed int4": INT4,
@@ -74,4 +77,4 @@ def decoding_changes_no_input(kind: str) -> None:
 
 def quantized_values_quantize_to_themselves(kind: str) -> None:
     x = validate(leaf(kind, 3), kind)
-    assert identical(quantize(dense(x), x.scale, x.zero, x.grid), x)
+    assert identical(quantize(dense(x), x.scale, x.zero, x.grid, x.tile), x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptq._tree import NAMESPACE, tensors
 from ptq.numerics.fits import fit, nearest
-from ptq.numerics.grids import Float8, Int
+from ptq.numerics.grids import Float8, Int, Minifloat, PowersOfTwo
 from ptq.numerics.leaves import Leaf, Sparse, Transposed
 from ptq.numerics.patterns import NM
 from ptq.numerics.schemes import Scheme
@@ -20,6 +20,9 @@ from strategies import randn
 W4 = Scheme(Int(4), "group", 8)
 W3_ASYM = Scheme(Int(3), "channel", symmetric=False)
 FP8 = Scheme(Float8(), "channel")
+FP8_BLOCK = Scheme(Float8(), "block", block=(4, 6))
+NVFP4 = Scheme(Minifloat(1), "group", 8, scales=Float8())
+MXFP6 = Scheme(Minifloat(3), "group", 8, scales=PowersOfTwo())
 OUT, IN = 6, 16
 
 
@@ -33,6 +36,9 @@ def leaf(kind: str, *experts: int) -> Leaf:
         "int4": four,
         "int3 asymmetric": nearest(w, W3_ASYM, fit(w, W3_ASYM)),
         "fp8": nearest(w, FP8, fit(w, FP8)),
+        "fp8 block": nearest(w, FP8_BLOCK, fit(w, FP8_BLOCK)),
+        "nvfp4": nearest(w, NVFP4, fit(w, NVFP4)),
+        "mxfp6": nearest(w, MXFP6, fit(w, MXFP6)),
         "sparse": Sparse(w.masked_fill(~mask, 0), mask, NM(keep=2, of=4)),
         "sparse int4": Sparse(four, mask, None),
         "transposed int4": Transposed(four),
@@ -41,7 +47,7 @@ def leaf(kind: str, *experts: int) -> Leaf:
 
 
 def bits(t: Tensor) -> Tensor:
-    return t.reshape(-1).contiguous().view(torch.uint8)
+    return t.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def identical(a: Any, b: Any) -> bool:
