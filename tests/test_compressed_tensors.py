@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
-from checkpoints import CASES, golden, quantized, same_bits
+from checkpoints import CASES, GOLDEN, golden, quantized, same_bits
 from ptq.errors import BadInput
 from ptq.io.compressed_tensors import Stored, collected, zeroed
-from ptq.io.layouts import arguments, encoded
+from ptq.io.layouts import arguments, encoded, frozen
 from ptq.io.quantization_config import Args, dump, parse
 from ptq.io.safetensors import headers
+from ptq.numerics.fits import quantize
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.leaves import Quantized, compressed, dense, nbytes
 
@@ -75,6 +76,21 @@ def test_golden_weights_encode_to_the_same_bytes(file: str, case: str) -> None:
     for part, tensor in parts.items():
         if not (repeated and part in ("weight_scale", "weight_zero_point")):
             assert same_bits(tensor, out[part].load())
+
+
+@pytest.mark.parametrize("case", ["dense_2x16_bf16", "dense_asym_4x16_f32", "dense_fp8_channel_2x16_f16"])
+def test_golden_frozen_weights_have_their_scales_beside_them(case: str) -> None:
+    tensors = {k: t.load() for k, t in headers(GOLDEN / "dense.safetensors").items() if k.startswith(f"{case}/")}
+    out = {k.removeprefix(f"{case}/out/"): t for k, t in tensors.items() if "/out/" in k}
+    scale, w = out["weight_scale"], out["weight"]
+    grid = Float8() if "fp8" in case else Int(4)
+    leaf = quantize(w, scale, out.get("weight_zero_point"), grid)
+    args, parts = frozen(leaf, "m")
+    assert args.format == "dense"
+    assert dump({args: ["m"]}, [])["quantization_status"] == "frozen"
+    assert parts.keys() == out.keys()
+    assert torch.equal(parts["weight"], dense(leaf))
+    assert all(same_bits(parts[part], t) for part, t in out.items() if part != "weight")
 
 
 # Round trips

@@ -34,6 +34,9 @@ SCHEMES: dict[str, tuple[str, Scheme]] = {
     "mxfp4": ("mxfp4-pack-quantized", scheme("MXFP4A16")),
     "mxfp6": ("mxfp6-pack-quantized", scheme("MXFP6A16")),
     "mxfp8": ("mxfp8-quantized", scheme("MXFP8A16")),
+    "w4 frozen": ("frozen", scheme("W4A16", 32)),
+    "w4 asymmetric frozen": ("frozen", scheme("W4A16_ASYM", 32)),
+    "float8 frozen": ("frozen", scheme("FP8A16")),
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

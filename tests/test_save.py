@@ -223,7 +223,7 @@ def test_converted_values_are_the_same(form: str, tmp_path: Path, batches: list[
     ("form", "message"),
     [
         ("float-quantized", r"model\.layers\.0\.self_attn\.q_proj\.weight: .* cannot be stored as float-quantized"),
-        ("nvfp4", "format 'nvfp4' is not written; expected auto, dense, pack-quantized"),
+        ("nvfp4", "format 'nvfp4' is not written; expected auto, dense, frozen, pack-quantized"),
     ],
 )
 def test_a_format_that_does_not_fit_is_refused(form: str, message: str, tmp_path: Path, tiny_llama: Path) -> None:

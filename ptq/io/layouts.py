@@ -27,7 +27,7 @@ from torch import Tensor
 from ptq.errors import BadInput
 from ptq.io.quantization_config import Args
 from ptq.numerics.grids import Float8, Grid, Int, Minifloat, PowersOfTwo, ScaleGrid
-from ptq.numerics.leaves import Quantized, Scales
+from ptq.numerics.leaves import Quantized, Scales, dense
 from ptq.numerics.packing import pack, pack_bytes, pack_down, unpack, unpack_bytes, unpack_down
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -66,8 +66,8 @@ LAYOUTS: Mapping[str, Layout] = {
 
 def arguments(leaf: Quantized, form: str) -> Args | None:
     """The scheme of a leaf in a format, or None where the format cannot hold it."""
-    layout = LAYOUTS[form]
-    if leaf.grid not in layout.grids or _scale_grid(leaf) != layout.scales:
+    layout = LAYOUTS.get(form)
+    if layout is None or leaf.grid not in layout.grids or _scale_grid(leaf) != layout.scales:
         return None
     args = Args(form, leaf.grid.bits, leaf.grid.kind, leaf.zero is None, "tensor")
     if layout.scales is not None:
@@ -116,6 +116,14 @@ def encoded(leaf: Quantized, form: str, name: str) -> tuple[Args, dict[str, Tens
         packed = LAYOUTS[form].packing == "words" and args.strategy != "tensor"
         tensors["weight_zero_point"] = pack_down(zero, args.bits) if packed else zero
     return args, tensors
+
+
+def frozen(leaf: Quantized, name: str) -> tuple[Args, dict[str, Tensor]]:
+    """A weight as the float values that its codes stand for, its scales and zero points beside it."""
+    args, tensors = encoded(leaf, default_format(leaf), name)
+    kept = {part: t for part, t in tensors.items() if part in ("weight_scale", "weight_global_scale")}
+    zero = {} if leaf.zero is None else {"weight_zero_point": leaf.zero}
+    return args._replace(format="dense"), {"weight": dense(leaf), **kept, **zero}
 
 
 def described(leaf: Quantized) -> str:

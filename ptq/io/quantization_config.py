@@ -132,8 +132,8 @@ def dump(modules: Mapping[Args, Sequence[str]], ignore: Sequence[str], by_class:
     return {
         "quant_method": "compressed-tensors",
         "version": VERSION,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
+        "format": next(iter(formats)) if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "frozen" if formats == {"dense"} else "compressed",
         "config_groups": groups,
         "ignore": list(ignore),
         "kv_cache_scheme": None,

@@ -106,7 +106,7 @@ def save(
         path: the directory to make.
         overwrite: whether a directory that is there may be replaced; it stays until the new one is whole.
         format: "auto" (what a weight came in, else pack-quantized for integers and float-quantized for float8),
-            "dense", or one of the formats by name.
+            "dense", "frozen" (dense, with scales and zero points beside the weights), or one of the formats by name.
         shard_size: bytes of tensors in one file.
         resume: whether to go on with what an interrupted run of the same job left; the result is the same, bit for
             bit, as that of a run that was not interrupted.
@@ -193,8 +193,8 @@ def _whole(target: Path, identity: Mapping[str, Any], overwrite: bool) -> _Whole
 
 
 def _checked(start: Model, path: str | Path, overwrite: bool, form: str, resume: bool) -> Path:
-    if form not in ("auto", "dense", *LAYOUTS):
-        raise BadInput(f"format {form!r} is not written; expected auto, dense, {', '.join(LAYOUTS)}")
+    if form not in ("auto", "dense", "frozen", *LAYOUTS):
+        raise BadInput(f"format {form!r} is not written; expected auto, dense, frozen, {', '.join(LAYOUTS)}")
     return check_output(path, overwrite, start.source, resume)
 
 

@@ -13,7 +13,7 @@ from ptq.errors import BadInput
 from ptq.io.compressed_tensors import Stored, zeroed
 from ptq.io.files import read_json
 from ptq.io.hub import joined
-from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded
+from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded, frozen
 from ptq.io.quantization_config import KEYS, Args
 from ptq.io.safetensors import DTYPES, NAMES, headers
 from ptq.io.shards import Entry, ShardWriter
@@ -55,7 +55,7 @@ class Record(NamedTuple):
     def leaf(self, directory: Path) -> Leaf:
         """What was stored, read when it is used."""
         parts = {part: entry.on_disk(part, directory) for part, entry in self.parts.items()}
-        if self.args is None:
+        if self.args is None or self.args.format == "dense":
             return parts[self.file]
         local = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
         return Stored(local, self.args, True, DTYPES[self.dtype], torch.Size(self.shape))
@@ -191,7 +191,8 @@ class Writer:
         if reason and (not loadable or self._form == "auto"):
             why = f"stored dense with its quantized values: {reason}"
             return self._store(file, _finite(dense(leaf), name), name, why)
-        args, tensors = encoded(validate(inner, name), form, name)
+        inner = validate(inner, name)
+        args, tensors = frozen(inner, name) if self._form == "frozen" else encoded(inner, form, name)
         module = file.removesuffix(".weight")
         made = {
             f"{module}.{part}": self._shards.write(f"{module}.{part}", _finite(t, name)) for part, t in tensors.items()
