@@ -270,7 +270,7 @@ def inferred(parts: Mapping[str, Any]) -> Args | None:
         parts: local name -> what has dtype and shape; a packed weight's `weight_shape` is a size already.
     """
     scale = parts.get("weight_scale")
-    raw = parts.get("weight_packed") or parts.get("weight")
+    raw = parts.get("weight_packed", parts.get("weight"))
     if scale is None or raw is None:
         return None
     symmetric = "weight_zero_point" not in parts

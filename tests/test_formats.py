@@ -1,0 +1,121 @@
+"""Every format: what is encoded decodes to itself, alone and as experts of a stack, and is saved as it was loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import load_file
+
+import ptq
+from checkpoints import same_bits
+from conftest import stock
+from laws.shared import identical
+from ptq.io.layouts import LAYOUTS, arguments, decoded, default_format, encoded, expected, fits, inferred
+from ptq.numerics.fits import fit, nearest
+from ptq.numerics.grids import Float8
+from ptq.numerics.leaves import Quantized, Scales, dense
+from ptq.numerics.schemes import NAMED, Scheme, scheme
+from strategies import randn, seeds
+
+SCHEMES = {
+    "int4 groups": scheme("W4A16", 32),
+    "int1 asymmetric groups": scheme("W1A16_ASYM", 32),
+    "int3 asymmetric channels": scheme("W3A16_ASYM", -1),
+    "int8 tensor": Scheme(scheme("W8A16").grid, "tensor"),
+    "float8 channels": scheme("FP8A16"),
+    "float8 blocks": scheme("FP8A16", block=(5, 24)),
+    **{name: how for name, how in NAMED.items() if how.scales},
+}
+HOLDING = [(name, form) for name, how in SCHEMES.items() for form in LAYOUTS if how.grid in LAYOUTS[form].grids]
+
+
+def leaf(seed: int, out: int, groups: int, how: Scheme, dtype: torch.dtype, *experts: int) -> Quantized:
+    w = randn(seed, *experts, out, 32 * groups, dtype=dtype)
+    return nearest(w, how, fit(w, how))
+
+
+@given(
+    seed=seeds,
+    out=st.integers(1, 11),
+    groups=st.integers(1, 3),
+    which=st.sampled_from(HOLDING),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_what_is_encoded_decodes_to_itself(
+    seed: int, out: int, groups: int, which: tuple[str, str], dtype: torch.dtype
+) -> None:
+    name, form = which
+    made = leaf(seed, out, groups, SCHEMES[name], dtype)
+    if arguments(made, form) is None:  # a block, or scales that this format has no place for
+        assert SCHEMES[name].block or SCHEMES[name].scales != LAYOUTS[form].scales
+        return
+    args, tensors = encoded(made, form, "m")
+    need = expected(args, made.shape)
+    assert tensors.keys() == need.keys()
+    assert all(t.dtype in need[part].dtypes and fits(need[part], t.shape) for part, t in tensors.items())
+    back = decoded(tensors, args, made.shape, dtype)
+    assert torch.equal(dense(back), dense(made))
+    if not (SCHEMES[name].granularity == "tensor" and form == "pack-quantized"):  # repeated for each channel
+        assert identical(back, made)
+
+
+@given(seed=seeds, name=st.sampled_from(list(SCHEMES)), out=st.integers(2, 9))
+def test_tensors_tell_their_scheme(seed: int, name: str, out: int) -> None:
+    """Of what a width leaves open nothing is said; of the rest the same that was written."""
+    made = leaf(seed, out, 3, SCHEMES[name], torch.float32)
+    args, tensors = encoded(made, default_format(made), "m")
+    told = inferred({**tensors, "weight_shape": made.shape})
+    if SCHEMES[name].block:
+        assert told is None or told.strategy in ("block", "group", "channel", "tensor")
+    else:
+        assert told == args
+
+
+def experts(tmp_path: Path) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    stock(Qwen3MoeConfig(**sizes, **heads, num_experts=3)).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    return ptq.load(tmp_path / "source")
+
+
+BLOCKS = {
+    "float8 whole blocks": scheme("FP8A16", block=(16, 32)),
+    "float8 cut blocks": scheme("FP8A16", block=(16, 24)),
+}
+
+
+@pytest.mark.parametrize("name", [*(n for n in SCHEMES if n != "float8 blocks"), *BLOCKS])
+def test_experts_are_saved_as_they_were_loaded(name: str, tmp_path: Path) -> None:
+    """A stack is cut into one weight each for a file, and stacked again: codes, scales, zero points and divisors."""
+    model = experts(tmp_path)
+    stage = ptq.targets("re:.*experts.*", ptq.rtn({**SCHEMES, **BLOCKS}[name]))
+    made = ptq.compress(model, None, stage).model
+    ptq.save(made, tmp_path / "one")
+    once = ptq.load(tmp_path / "one")
+    stacks = [n for n in made.params if "experts" in n]
+    assert len(stacks) == 2
+    assert all(torch.equal(dense(once.params[n]), dense(made.params[n])) for n in stacks)
+    ptq.save(once, tmp_path / "two")
+    first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("one", "two"))
+    assert first.keys() == second.keys()
+    assert all(same_bits(t, second[n]) for n, t in first.items())
+    assert (tmp_path / "one/config.json").read_text() == (tmp_path / "two/config.json").read_text()
+    assert sum("experts.2" in n and n.endswith("weight_scale") for n in first) == 3
+
+
+def test_experts_whose_halves_have_their_own_divisors_are_read() -> None:
+    """Rows may be divided by different numbers in memory; no format of a file has a place for that."""
+    made = leaf(0, 4, 1, NAMED["NVFP4A16"], torch.float32)
+    assert isinstance(made.scale, Scales)
+    divisor = torch.tensor([[1.0], [1.0], [2.0], [2.0]])
+    apart = replace(made, scale=replace(made.scale, divisor=divisor))
+    assert torch.equal(dense(apart)[2:], dense(replace(made, scale=replace(made.scale, divisor=divisor[3:])))[2:])
+    assert arguments(apart, "nvfp4-pack-quantized") is None
+    assert Float8() == made.scale.grid
