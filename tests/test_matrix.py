@@ -75,3 +75,19 @@ def test_transformers_reads_the_same_weights(name: str, dtype: torch.dtype, tmp_
         assert torch.equal(theirs[weight].to(dtype), ours.to(dtype)), weight
         compared += compressed(leaf)
     assert compared == 7
+
+
+def test_transformers_reads_several_formats_in_one_checkpoint(tmp_path: Path) -> None:
+    rules = {
+        "re:.*self_attn.*": scheme("W4A16", 32),
+        "re:.*gate_proj|.*up_proj": scheme("NVFP4A16"),
+        "re:.*down_proj": scheme("FP8A16"),
+    }
+    source = stock(llama_config(hidden_size=64, intermediate_size=96, num_hidden_layers=2)).to(torch.bfloat16)
+    made = ptq.compress(source, None, ptq.partition({p: ptq.rtn(how) for p, how in rules.items()})).model
+    ptq.save(made, tmp_path / "out")
+    theirs = dict(loaded(tmp_path / "out", whole=False).named_parameters())
+    again = ptq.load(tmp_path / "out")
+    for weight, leaf in made.params.items():
+        assert torch.equal(dense(again.params[weight]), dense(leaf))
+        assert torch.equal(theirs[weight], dense(leaf)), weight
