@@ -41,7 +41,7 @@ def _formats(table: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[Fi
         yield Finding("format", "format", "nothing", "the format, which vLLM knows int8 and float8 by", VLLM)
     if top not in (*LAYOUTS, _MIXED, "dense", None):
         yield Finding("format", "format", repr(top), f"one of {', '.join(LAYOUTS)}", BOTH)
-    used = {form or top for form in each.values()}
+    used = {form or top for name, form in each.items() if groups[name].get("weights")}
     if len(used) > 1 and top != _MIXED:
         yield Finding("format", "format", repr(top), f"'{_MIXED}' for {len(used)} formats", BOTH)
     for name, form in each.items():
@@ -89,7 +89,7 @@ def _chosen(survey: Survey, each: FusedSet, schemes: Mapping[str, Any]) -> Itera
     if first.name == survey.head and theirs is None:
         got = f"target {ours!r}, a class that vLLM's head has not"
         yield Finding(first.name, "head-by-class", got, "its name or a regex as target, or in ignore", VLLM)
-    elif theirs is None or schemes[theirs] != first.args:
+    elif theirs is None or ours is None or schemes[theirs] != schemes[ours]:
         got = f"targets {ours!r} and {theirs!r} for {each.name}"
         yield Finding(first.name, "overlapping-targets", got, "one that both orders of matching choose", VLLM)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ptq.io.compressed_tensors import ACTIVATIONS, CACHE, WEIGHT
-from ptq.io.layouts import LAYOUTS
+from ptq.io.layouts import LAYOUTS, inferred
 from ptq.io.quantization_config import KEYS, Args, Config, parse
 from ptq.io.safetensors import OnDisk
 from ptq.models.naming import assigned, names_in_files, read
@@ -96,7 +96,7 @@ def surveyed(where: Path, raw: Mapping[str, Any], entries: Mapping[str, OnDisk],
         name: Module(name, classes, found, _shape(found, args), args)
         for name, found in parts.items()
         for classes in [_classes(skeleton, names.get(f"{name}.weight"))]
-        for args in [config.args(name, classes) if config and {"Linear", "Embedding"} & {*classes} else None]
+        for args in [_scheme(config, name, classes, found)]
     }
     missing, unused = _unmatched(skeleton, _leaves(entries, modules))
     dense = {n for n, m in modules.items() if m.tensor("weight") in unused and not m.compressed}
@@ -132,6 +132,16 @@ def _classes(skeleton: nn.Module, weight: str | None) -> list[str]:
         return [c.__name__ for c in type(skeleton.get_submodule(weight.rpartition(".")[0])).__mro__]
     except AttributeError:  # a tensor that no module has
         return []
+
+
+def _scheme(config: Config | None, name: str, classes: Sequence[str], parts: Mapping[str, OnDisk]) -> Args | None:
+    """What the config gives, in the format that the tensors are in where it names none: that is told by itself."""
+    args = config.args(name, classes) if config and {"Linear", "Embedding"} & {*classes} else None
+    if args is None or args.format in LAYOUTS:
+        return args
+    told = inferred({part: entry for part, entry in parts.items() if part != "weight_shape"})
+    form = told.format if told else "pack-quantized" if "weight_packed" in parts else None
+    return args._replace(format=form) if form else None
 
 
 def _shape(parts: Mapping[str, OnDisk], args: Args | None) -> torch.Size:
