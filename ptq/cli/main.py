@@ -1,6 +1,7 @@
 """`ptq COMMAND ...`: arguments, signals, and how an error becomes an exit code.
 
-Exit codes: 0; 2 for bad input, with exactly one line on stderr; 1 for other failures; 130 for Ctrl-C, 143 for SIGTERM.
+Exit codes: 0; 2 for bad input, with exactly one line on stderr; 1 for other failures and for a check that finds errors;
+130 for Ctrl-C, 143 for SIGTERM.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _signals_raise(), warnings.catch_warnings(record=True) as args.warned:
             warnings.simplefilter("default")
-            args.run(args)
+            code: int = args.run(args) or 0
             for notice in notices(args):
                 print(notice)
             sys.stdout.flush()
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, PtqError | OSError):
             raise
         return _failed(str(error), 2 if isinstance(error, BadInput) else 1, error)
-    return 0
+    return code
 
 
 def _parser() -> Parser:

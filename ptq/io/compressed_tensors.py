@@ -19,7 +19,7 @@ from ptq.numerics.lazy import Lazy
 from ptq.numerics.leaves import Leaf, Quantized, compressed, nbytes, validate
 from ptq.numerics.tiles import spread
 
-_WEIGHT = (
+WEIGHT = (
     "weight",
     "weight_packed",
     "weight_scale",
@@ -28,8 +28,8 @@ _WEIGHT = (
     "weight_shape",
     "weight_g_idx",
 )
-_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
-_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")
+ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def collected(
     modules: dict[str, dict[str, OnDisk]] = {}
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")
-        if part in _WEIGHT:
+        if part in WEIGHT:
             modules.setdefault(module, {})[part] = entry
-    extra = _ACTIVATIONS + _CACHE if config.beyond else ()
-    leaves: dict[str, Leaf] = {n: e for n, e in entries.items() if n.rpartition(".")[2] not in (*_WEIGHT, *extra)}
+    extra = ACTIVATIONS + CACHE if config.beyond else ()
+    leaves: dict[str, Leaf] = {n: e for n, e in entries.items() if n.rpartition(".")[2] not in (*WEIGHT, *extra)}
     for module, parts in modules.items():
         name = f"{module}.weight" if module else "weight"
         leaves[name] = _stored(name, parts, config, classes, dtype, where)

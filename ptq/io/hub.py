@@ -25,6 +25,8 @@ from ptq.numerics.leaves import Leaf, dense
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
 
 def open_model(path: str | Path, trust_remote_code: bool = False) -> Model:
     """Opens a model without reading its weights.
@@ -52,9 +54,24 @@ def open_model(path: str | Path, trust_remote_code: bool = False) -> Model:
         from ptq.io.gguf import open_gguf
 
         return open_gguf(demo_model())
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
+    if _HUB_ID.fullmatch(str(path)):
         return load(_snapshot(str(path)), trust_remote_code)
     raise BadInput(f"{path}: no such file or directory")
+
+
+def directory_of(path: str | Path) -> Path:
+    """The Hugging Face directory that a path or a hub id stands for.
+
+    Raises:
+        BadInput: it is a file, or there is nothing.
+    """
+    where = Path(path).expanduser()
+    if not where.exists() and _HUB_ID.fullmatch(str(path)):
+        return _snapshot(str(path))
+    if not (where / "config.json").is_file():
+        what = "not a model directory: no config.json" if where.exists() else "no such directory"
+        raise BadInput(f"{where}: {what}")
+    return where
 
 
 def load(path: str | Path, trust_remote_code: bool = False) -> Model:
@@ -65,13 +82,11 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     if not (where / "config.json").is_file():
         what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
         raise BadInput(f"{where}: {what}")
-    config = _config(where, trust_remote_code)
-    quantization = [vars(config).pop(key, None) for key in KEYS]
+    quantization = next(filter(None, map(read_json(where / "config.json").get, KEYS)), None)
     entries = headers(where)
     dtype = checkpoint_dtype(entries.values())
-    with foreign(where / "config.json"):
-        skeleton: Any = from_config(_model_class(config, where, trust_remote_code), config, dtype)
-    reading = read(skeleton, joined(skeleton, entries, next(filter(None, quantization), None), dtype, where))
+    skeleton: Any = skeleton_of(where, trust_remote_code, dtype)
+    reading = read(skeleton, joined(skeleton, entries, quantization, dtype, where))
     remember_conversions(skeleton, reading.conversions)
     params, tied = _parameters(skeleton, reading, where)
     if not params:
@@ -81,6 +96,15 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
         with foreign(where / "generation_config.json"):
             skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
     return Model(skeleton, State(params), tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
+
+
+def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model's structure, from its config alone."""
+    config = _config(where, trust_remote_code)
+    for key in KEYS:
+        vars(config).pop(key, None)
+    with foreign(where / "config.json"):
+        return from_config(_model_class(config, where, trust_remote_code), config, dtype)
 
 
 def joined(

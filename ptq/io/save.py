@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ptq.base import Params, State
 from ptq.errors import BadInput
+from ptq.io.check import check, damage, remarks
 from ptq.io.files import read_json, write_json
 from ptq.io.job import JOURNAL, Past, Report, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
@@ -88,7 +89,7 @@ class Saved(NamedTuple):
     nbytes: int
     """of all tensors"""
     notes: dict[str, str]
-    """parameter -> why it is not stored as asked; config.json -> what its readers must know"""
+    """parameter -> why it is not stored as asked; tensor, module or key of the config -> which loaders fail at it"""
 
 
 def save(
@@ -206,8 +207,18 @@ def _complete(model: Model, made: dict[str, Any] | None, directory: Path, writer
     """All files but the shards; the one that says what made them comes last."""
     _carry_files(model, directory)
     _write_config(model, writer, directory)
+    _check(model, writer, directory)
     if made is not None:
         write_json(directory / RECORD, {**made, "nbytes": writer.nbytes, "notes": writer.notes})
+
+
+def _check(model: Model, writer: Writer, directory: Path) -> None:
+    """Refuses what no reader takes, which the caller never sees, and notes what some do not."""
+    found = check(directory, skeleton=model.module, weights=False)  # what was written was looked at on its way
+    broken = damage(found)
+    if broken is not None:
+        raise BadInput(f"{directory}: {broken}; it was not given its name")
+    writer.remarks = remarks(found)
 
 
 def _lasting(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,11 +23,6 @@ from ptq.models.skeleton import checkpoint_dtype, persistent_buffers
 from ptq.numerics.lazy import load
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, finite, validate
 
-_PACKED_ZEROS = (
-    "transformers 5.24 loads packed weights with zero points only by CompressedTensorsConfig(dequantize=True); "
-    "store them as int-quantized for its default"
-)
-
 
 class Record(NamedTuple):
     """How one tensor of a checkpoint, which may be several in its files, was stored."""
@@ -100,6 +95,8 @@ class Writer:
         self._groups = {name: group for group in joint(model.module, shapes) for name in group}
         self.waiting: dict[str, Leaf] = {}
         """parameters that a checkpoint keeps in one tensor with others, which have not come yet"""
+        self.remarks: dict[str, str] = {}
+        """which loaders fail at what was written, once it is looked at"""
 
     @property
     def nbytes(self) -> int:
@@ -108,9 +105,8 @@ class Writer:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Parameter -> why it is not stored as asked; config.json -> what its readers must know."""
-        asymmetric = any(r.args and r.args.format == "pack-quantized" and not r.args.symmetric for r in self.records)
-        return {r.name: r.note for r in self.records if r.note} | ({"config.json": _PACKED_ZEROS} if asymmetric else {})
+        """Parameter -> why it is not stored as asked; what was written -> which loaders fail at it."""
+        return self.remarks | {r.name: r.note for r in self.records if r.note}
 
     @property
     def modules(self) -> dict[Args, list[str]]:

@@ -1,0 +1,85 @@
+"""Whether loaders take a checkpoint: its headers against its config and its model, and its scales' values.
+
+No weight is decoded and no forward is run, so that a checkpoint of any size is checked in the time of reading its
+float tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torch import nn
+
+from ptq.errors import BadInput
+from ptq.io.check_config import config_findings, target_findings, untargeted
+from ptq.io.check_engines import fused_findings, head_findings, kernel_findings, parallel_findings
+from ptq.io.check_tensors import part_findings, presence, value_findings
+from ptq.io.files import read_json
+from ptq.io.hub import skeleton_of
+from ptq.io.quantization_config import KEYS
+from ptq.io.safetensors import INDEX, headers
+from ptq.io.survey import ERROR, EVERY, Finding, Survey, surveyed, unwrapped
+
+
+def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: bool = True) -> list[Finding]:
+    """What loaders would fail at, or compute wrong numbers of.
+
+    Args:
+        path: a directory with config.json and safetensors.
+        tp: over how many devices a serving engine divides each weight.
+        skeleton: the model's structure; None: made from the config.
+        weights: whether the values of floats other than scales are read too.
+
+    Raises:
+        BadInput: there is no config, or transformers knows no such model.
+    """
+    raw = read_json(path / "config.json")
+    table = unwrapped(next(filter(None, map(raw.get, KEYS)), None) or {})
+    found = list(config_findings(table)) if table else []
+    skeleton = skeleton or skeleton_of(path)
+    try:
+        entries = headers(path)
+        survey = surveyed(path, raw, entries, skeleton)
+    except BadInput as error:
+        return [*found, Finding(str(path), "unreadable", str(error), "a whole checkpoint", EVERY)]
+    return [*found, *_strays(path, entries), *_findings(survey, tp, weights)]
+
+
+def _findings(survey: Survey, tp: int, weights: bool) -> Iterator[Finding]:
+    yield from presence(survey)
+    yield from part_findings(survey)
+    yield from untargeted(survey)
+    yield from target_findings(survey)
+    yield from fused_findings(survey)
+    yield from parallel_findings(survey, tp)
+    yield from head_findings(survey)
+    yield from kernel_findings(survey)
+    yield from value_findings(survey, weights)
+
+
+def _strays(path: Path, listed: Iterable[str]) -> Iterator[Finding]:
+    """Tensors of shards that the index does not list: some loaders read shards, others the index."""
+    if (path / INDEX).is_file():
+        files = set(read_json(path / INDEX)["weight_map"].values())
+        names = [name for file in sorted(files) for name in headers(path / file)]
+        for name in sorted(set(names) - set(listed)):
+            yield Finding(name, "index", "a tensor of a shard", f"that {INDEX} lists it", EVERY)
+
+
+def damage(findings: Iterable[Finding]) -> Finding | None:
+    """The first error that every reader would meet."""
+    return next((f for f in findings if f.severity == ERROR and f.loaders == EVERY), None)
+
+
+def remarks(findings: Iterable[Finding]) -> dict[str, str]:
+    """What some loaders fail at, a line for each rule: tensor or module -> what is wrong."""
+    rules: dict[tuple[str, str], list[Finding]] = {}
+    for each in (f for f in findings if f.severity == ERROR and f.loaders != EVERY):
+        rules.setdefault((each.rule, each.loaders), []).append(each)
+    found: dict[str, list[str]] = {}
+    for first, *others in rules.values():
+        more = f" (and {len(others)} more)" if others else ""
+        text = f"{first.loaders}: {first.rule}: got {first.got}, expected {first.expected}{more}"
+        found.setdefault(first.about, []).append(text)
+    return {about: "; ".join(texts) for about, texts in found.items()}

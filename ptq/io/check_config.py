@@ -1,0 +1,110 @@
+"""Rules of a `quantization_config` by itself, and of what its targets and its `ignore` mean to different loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ptq.io.fused import FusedSet, fused_sets
+from ptq.io.layouts import LAYOUTS
+from ptq.io.matching import library_target, named, vllm_ignores, vllm_target
+from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey
+
+_SCHEME = {"targets", "weights", "input_activations", "output_activations", "format"}
+_ARGS = {
+    *("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder"),
+    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+}
+_MIXED = "mixed-precision"
+
+
+def config_findings(table: Mapping[str, Any]) -> Iterator[Finding]:
+    """What is wrong with a config whatever the files hold."""
+    groups: Mapping[str, Any] = table.get("config_groups") or {}
+    status, sparsity = table.get("quantization_status"), table.get("sparsity_config") or {}
+    if status != "compressed" and table.get("format") != "dense":
+        yield Finding("quantization_status", "status", repr(status), "'compressed'", TRANSFORMERS)
+    if table.get("ignore", []) is None:
+        yield Finding("ignore", "ignore-null", "null", "a list", BOTH)
+    if sparsity.get("targets"):
+        yield Finding("sparsity_config.targets", "sparsity", repr(sparsity["targets"]), "nothing", VLLM)
+    if table.get("kv_cache_scheme"):
+        yield Finding("kv_cache_scheme", "cache", "a scheme", "null: 5.24 does not apply it", TRANSFORMERS, NOTE)
+    yield from _formats(table, groups)
+    for name, group in groups.items():
+        yield from _keys(f"config_groups.{name}", group)
+
+
+def _formats(table: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[Finding]:
+    top, each = table.get("format"), {name: group.get("format") for name, group in groups.items()}
+    if top is None and groups:
+        yield Finding("format", "format", "nothing", "the format, which vLLM knows int8 and float8 by", VLLM)
+    if top not in (*LAYOUTS, _MIXED, "dense", None):
+        yield Finding("format", "format", repr(top), f"one of {', '.join(LAYOUTS)}", BOTH)
+    used = {form or top for name, form in each.items() if groups[name].get("weights")}
+    if len(used) > 1 and top != _MIXED:
+        yield Finding("format", "format", repr(top), f"'{_MIXED}' for {len(used)} formats", BOTH)
+    for name, form in each.items():
+        about = f"config_groups.{name}.format"
+        if form is None:
+            severity = {} if top == _MIXED else {"severity": NOTE}
+            yield Finding(about, "group-format", "nothing", "the format of each group", BOTH, **severity)
+        elif form not in LAYOUTS and form != "dense":
+            yield Finding(about, "group-format", repr(form), f"one of {', '.join(LAYOUTS)}", BOTH)
+
+
+def _keys(about: str, group: Mapping[str, Any]) -> Iterator[Finding]:
+    parts = {key: group.get(key) for key in ("weights", "input_activations", "output_activations")}
+    known = {about: (group, _SCHEME)} | {f"{about}.{key}": (args, _ARGS) for key, args in parts.items() if args}
+    for where, (given, keys) in known.items():
+        for key in sorted(set(given) - keys):
+            yield Finding(f"{where}.{key}", "unknown-key", repr(given[key]), "no such key", BOTH)
+    if parts["weights"] is None and not all(str(t).endswith("Attention") for t in group.get("targets") or [""]):
+        yield Finding(f"{about}.weights", "no-weights", "null", "a scheme", VLLM)
+
+
+def target_findings(survey: Survey) -> Iterator[Finding]:
+    """Modules for which two loaders take different schemes, or none."""
+    if survey.config is None:
+        return
+    schemes = {target: group.weights for group in survey.config.groups for target in group.targets}
+    classes = {name for module in survey.modules.values() for name in module.classes}
+    for entry in survey.config.ignore:
+        if entry in classes and entry not in survey.modules:
+            yield Finding(f"ignore: {entry}", "ignore-class", "a class name", "full names of modules", VLLM)
+    sets = fused_sets(survey.modules)
+    alone = {name for name, m in survey.modules.items() if m.args} - {n for each in sets for n in each.shards}
+    for each in (*sets, *(FusedSet(name, (name,)) for name in sorted(alone))):
+        yield from _chosen(survey, each, schemes)
+
+
+def _chosen(survey: Survey, each: FusedSet, schemes: Mapping[str, Any]) -> Iterator[Finding]:
+    """What vLLM takes for a fused module against what the library takes for its first shard."""
+    ignore, first = survey.config.ignore if survey.config else (), survey.modules[each.shards[0]]
+    shards = each.shards if len(each.shards) > 1 else ()
+    if vllm_ignores(ignore, each.name, shards) is not False or first.args is None:
+        return  # what is ignored in part is told with the fused sets
+    kind = _kind(survey, first)
+    theirs, ours = vllm_target(list(schemes), each.name, kind, shards), library_target(schemes, *first[:2])
+    if first.name == survey.head and theirs is None:
+        got = f"target {ours!r}, a class that vLLM's head has not"
+        yield Finding(first.name, "head-by-class", got, "its name or a regex as target, or in ignore", VLLM)
+    elif theirs is None or ours is None or schemes[theirs] != schemes[ours]:
+        got = f"targets {ours!r} and {theirs!r} for {each.name}"
+        yield Finding(first.name, "overlapping-targets", got, "one that both orders of matching choose", VLLM)
+
+
+def _kind(survey: Survey, module: Module) -> str:
+    """The module's class in vLLM, as far as targets can tell classes apart."""
+    if module.name == survey.head:
+        return "ParallelLMHead"
+    return "VocabParallelEmbedding" if "Embedding" in module.classes else "ColumnParallelLinear"
+
+
+def untargeted(survey: Survey) -> Iterator[Finding]:
+    """Codes that no group says how to read."""
+    for module in survey.modules.values():
+        if survey.table and module.compressed and module.args is None:
+            left = any(named(entry, module.name) for entry in (survey.config.ignore if survey.config else ()))
+            got = "codes that are in ignore" if left else "codes that match no target"
+            yield Finding(module.tensor("weight"), "untargeted", got, "a group of the config with its scheme", EVERY)

@@ -1,0 +1,159 @@
+"""Rules of engines: modules that vLLM fuses, weights that are cut for several devices, heads, kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ptq.io.fused import HEADS, FusedSet, cut, expert_sets, fused_sets
+from ptq.io.quantization_config import Args
+from ptq.io.survey import BOTH, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey, packed_words
+
+_MARLIN = (None, -1, 32, 64, 128)
+
+
+def fused_findings(survey: Survey) -> Iterator[Finding]:
+    """What vLLM makes one of has one scheme, and one divisor."""
+    sets = fused_sets(survey.modules)
+    for each in (*sets, *expert_sets(survey.modules)):
+        yield from _one_scheme(survey, each)
+    for each in sets:
+        yield from _one_divisor(survey, each)
+        yield from _whole_blocks(survey, each)
+
+
+def _one_scheme(survey: Survey, each: FusedSet) -> Iterator[Finding]:
+    members = [survey.modules[name] for name in each.shards]
+    first, schemes = members[0], [m.args for m in members]
+    other = next((m for m in members if m.args != first.args), None)
+    if other is None:
+        return
+    if None in schemes:
+        dense, packed = (first, other) if first.args is None else (other, first)
+        got = f"it is not compressed and {packed.name} is"
+        yield Finding(dense.name, "fused-ignore", got, f"all or none of {each.name}", VLLM)
+        return
+    got = f"{_said(other.args)}, and {first.name} {_said(first.args)}"
+    yield Finding(other.name, "fused-scheme", got, f"one scheme for {each.name}", VLLM)
+
+
+def _said(args: Args | None) -> str:
+    return "none" if args is None else f"{args.format} {args.bits} bit {args.strategy} {args.group_size or ''}".rstrip()
+
+
+def _one_divisor(survey: Survey, each: FusedSet) -> Iterator[Finding]:
+    for part in ("weight_global_scale", "input_global_scale"):
+        found = [survey.modules[name].parts.get(part) for name in each.shards]
+        values = {entry.name: entry.load().flatten() for entry in found if entry is not None}
+        first = next(iter(values.values()), None)
+        for name, value in values.items():
+            if first is not None and not torch.equal(value, first):
+                got, want = f"{value.tolist()}", f"{first.tolist()} as the others of {each.name}"
+                yield Finding(name, "fused-global-scale", got, want, VLLM)
+                break
+
+
+def _whole_blocks(survey: Survey, each: FusedSet) -> Iterator[Finding]:
+    for module in (survey.modules[name] for name in each.shards[:-1]):
+        if module.args is not None and module.args.block is not None and module.shape[-2] % module.args.block[0]:
+            got, rows = f"{module.shape[-2]} rows", module.args.block[0]
+            yield Finding(module.name, "fused-blocks", got, f"a multiple of {rows} in {each.name}", VLLM)
+
+
+def parallel_findings(survey: Survey, tp: int) -> Iterator[Finding]:
+    """Weights whose groups, words or zero points would straddle two devices, or two members of a fused module."""
+    fused = {name for each in fused_sets(survey.modules) for name in each.shards}
+    for module in survey.modules.values():
+        if module.args is not None and len(module.shape) == 2:
+            yield from _straddling(survey, module, module.args, tp, module.name in fused)
+
+
+def _straddling(survey: Survey, module: Module, args: Args, tp: int, fused: bool) -> Iterator[Finding]:
+    (rows, columns), side = module.shape, cut(module.name)
+    devices = min(tp, survey.key_value_heads or tp) if module.name.rpartition(".")[2] in HEADS else tp
+    size = rows if side == "rows" else columns
+    if side and size % devices:
+        yield Finding(module.name, "shards", f"{size} {side}", f"a multiple of {devices}", VLLM)
+        return
+    if side == "columns" and devices > 1:
+        yield from _columns(module, args, columns // devices, devices)
+    n = rows // devices if side == "rows" else rows
+    if (fused or devices > 1) and side == "rows":
+        yield from _rows(module, args, n)
+
+
+def _columns(module: Module, args: Args, k: int, tp: int) -> Iterator[Finding]:
+    step = args.block[1] if args.block else args.group_size or 1
+    if k % step:
+        name = module.tensor("weight_scale")
+        yield Finding(name, "group-straddles", f"{k} columns on each of {tp}", f"a multiple of {step}", VLLM)
+    elif packed_words(args) and k * args.bits % 32:
+        name = module.tensor("weight_packed")
+        yield Finding(name, "word-straddles", f"{k} columns on each of {tp}", "whole words of 32 bits", VLLM)
+
+
+def _rows(module: Module, args: Args, n: int) -> Iterator[Finding]:
+    if packed_words(args) and not args.symmetric and args.strategy != "tensor" and n * args.bits % 32:
+        name = module.tensor("weight_zero_point")
+        yield Finding(name, "zero-point-straddles", f"{n} rows in a shard", "whole words of 32 bits", VLLM)
+    if args.block is not None and n % args.block[0] and n != module.shape[0]:
+        name = module.tensor("weight_scale")
+        yield Finding(name, "block-straddles", f"{n} rows in a shard", f"a multiple of {args.block[0]}", VLLM)
+
+
+def head_findings(survey: Survey) -> Iterator[Finding]:
+    """A head that shares its weight has none of its own."""
+    head = survey.modules.get(survey.head)
+    if not survey.tied or head is None:
+        return
+    if head.compressed:
+        want = "a dense head, or tie_word_embeddings false"
+        yield Finding(head.name, "tied-head", "codes while tie_word_embeddings is true", want, BOTH)
+    else:
+        want = "no tensor while tie_word_embeddings is true"
+        yield Finding(head.tensor("weight"), "tied-head", "a copy", want, VLLM, NOTE)
+
+
+def kernel_findings(survey: Survey) -> Iterator[Finding]:
+    """Schemes that an engine has no kernel for, or few devices; told once each, with a module that has it."""
+    seen: set[tuple[Args, bool]] = set()
+    for module in survey.modules.values():
+        embedding = "Embedding" in module.classes
+        if module.args is not None and module.compressed and (module.args, embedding) not in seen:
+            seen.add((module.args, embedding))
+            yield from _kernels(module, module.args, _active(survey))
+            if embedding:
+                yield Finding(module.name, "embedding", "a compressed embedding", "a dense one", TRANSFORMERS)
+
+
+def _active(survey: Survey) -> bool:
+    return any(group.get("input_activations") for group in (survey.table.get("config_groups") or {}).values())
+
+
+def _kernels(module: Module, args: Args, active: bool) -> Iterator[Finding]:
+    if args.format == "pack-quantized":
+        yield from _packed_kernels(module.name, args)
+    elif args.kind == "int" and not active:
+        yield Finding(module.name, "kernel", f"{args.format} without activations", "pack-quantized", VLLM)
+    elif args.kind == "int" and not args.symmetric:
+        want = "symmetric weights where activations are integers"
+        yield Finding(module.name, "kernel", "zero points", want, VLLM)
+    elif args.format == "mxfp6-pack-quantized":
+        yield Finding(module.name, "kernel", args.format, "another format", VLLM)
+    elif args.format == "mxfp8-quantized" and args.scale_dtype is None:
+        yield Finding(module.name, "kernel", "no scale_dtype", "torch.uint8", VLLM)
+
+
+def _packed_kernels(name: str, args: Args) -> Iterator[Finding]:
+    if args.strategy == "tensor":
+        yield Finding(name, "kernel", "one scale for a tensor", "scales of channels or groups", VLLM)
+    if args.bits not in (4, 8) or args.group_size not in _MARLIN:
+        got = f"{args.bits} bits in groups of {args.group_size}"
+        yield Finding(name, "kernel", got, "4 or 8 bits, groups of 32, 64 or 128 or channels, for Marlin", VLLM, NOTE)
+    if args.symmetric:
+        return
+    want = "symmetric weights, int-quantized, or CompressedTensorsConfig(dequantize=True)"
+    yield Finding(name, "packed-zero-points", "packed zero points", want, TRANSFORMERS)
+    if args.bits != 4:
+        yield Finding(name, "kernel", f"zero points of {args.bits} bits", "4 bits for Marlin", VLLM, NOTE)
