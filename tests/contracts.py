@@ -89,7 +89,17 @@ PROJECTIONS: dict[str, Callable[[], Projection]] = {
     "pruned ternary": lambda: then(prune(NM(keep=2, of=4)), ternary()),
 }
 
-LEAVES = ["tensor", "int4", "int3 asymmetric", "fp8", "sparse", "sparse int4", "transposed int4", "transposed"]
+LEAVES = [
+    "tensor",
+    "int4",
+    "int3 asymmetric",
+    "fp8",
+    "sparse",
+    "sparse int4",
+    "transposed int4",
+    "transposed",
+    "indexed",
+]
 
 
 Law = Callable[[Any], None]

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ptq.errors import BadInput, Notice
-from ptq.io.layouts import LAYOUTS, decoded, expected, fits, grid_of, inferred
+from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of, inferred
 from ptq.io.quantization_config import Args, Config, parse
 from ptq.io.safetensors import OnDisk
+from ptq.numerics.indexed import Indexed, simplest
 from ptq.numerics.lazy import Lazy
 from ptq.numerics.leaves import Leaf, Quantized, compressed, nbytes, validate
 from ptq.numerics.tiles import spread
@@ -34,7 +35,7 @@ _CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_ze
 
 @dataclass(frozen=True)
 class Stored(Lazy):
-    """A compressed weight in a file: `load` gives it as `Quantized`."""
+    """A compressed weight in a file: `load` gives it as `Quantized`, `Indexed` where its columns are."""
 
     parts: Mapping[str, OnDisk]
     """local name, such as weight_scale -> tensor"""
@@ -44,11 +45,21 @@ class Stored(Lazy):
     dtype: torch.dtype
     shape: torch.Size
 
-    def load(self) -> Quantized:
+    def load(self) -> Leaf:
         tensors = {part: entry.load() for part, entry in self.parts.items() if part != "weight_shape"}
         scale = self.parts["weight_scale"]
         leaf = decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
-        return validate(leaf, f"{scale.file}: {scale.name}")
+        leaf = validate(leaf, f"{scale.file}: {scale.name}")
+        return self._ordered(leaf, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else leaf
+
+    def _ordered(self, leaf: Quantized, columns: Tensor) -> Leaf:
+        groups, index = leaf.scale.shape[-1], self.parts["weight_g_idx"]
+        if bool((columns == -1).any()):  # how old writers said that there is no order
+            return leaf
+        if not bool(((columns >= 0) & (columns < groups)).all()):
+            got = f"{int(columns.min())} to {int(columns.max())}"
+            raise BadInput(f"{index.file}: {index.name}: got groups {got}, expected 0 to {groups - 1} or all -1")
+        return simplest(Indexed(leaf, columns))
 
 
 @compressed.register
@@ -123,8 +134,6 @@ def _stored(
         return raw
     if "weight_scale" not in parts:
         raise BadInput(f"{where}: no tensor {name}_scale; download or copy it again")
-    if "weight_g_idx" in parts:
-        raise BadInput(f"{where}: {name}: column order (weight_g_idx) is not read; quantize again without it")
     shape = _shape(parts["weight_shape"], raw) if "weight_shape" in parts else None
     args = _args(name, parts, shape, config.args(name.rpartition(".")[0], classes(name)), where)
     packing = LAYOUTS[str(args.format)].packing
@@ -183,6 +192,8 @@ def _checked(leaf: Stored, name: str, where: Path) -> Stored:
     except BadInput as error:
         raise BadInput(f"{where}: {name}: {error}") from None
     how = f"strategy {leaf.args.strategy} {leaf.args.group_size or leaf.args.block or ''}".rstrip()
+    if "weight_g_idx" in leaf.parts:
+        needed["weight_g_idx"] = Part((leaf.shape[-1],), [torch.int32, torch.int64])
     for part, need in needed.items():
         if part not in leaf.parts:
             raise BadInput(f"{where}: no tensor {name.removesuffix('weight')}{part}; its config asks for it ({how})")

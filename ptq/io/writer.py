@@ -20,6 +20,7 @@ from ptq.io.shards import Entry, ShardWriter
 from ptq.models.model import Model
 from ptq.models.naming import joint, names_in_files, read, written
 from ptq.models.skeleton import checkpoint_dtype, persistent_buffers
+from ptq.numerics.indexed import Indexed, simplest
 from ptq.numerics.lazy import load
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, finite, validate
 
@@ -27,6 +28,7 @@ _PACKED_ZEROS = (
     "transformers 5.24 loads packed weights with zero points only by CompressedTensorsConfig(dequantize=True); "
     "store them as int-quantized for its default"
 )
+_ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
 
 
 class Record(NamedTuple):
@@ -184,8 +186,8 @@ class Writer:
         """Writes the tensors of a leaf."""
         form = leaf.args.format if isinstance(leaf, Stored) and self._form == "auto" else self._form
         inner = None if form == "dense" else _quantized(leaf)
-        if inner is None:
-            return self._store(file, _finite(dense(leaf), name), name)
+        if inner is None or isinstance(inner, Indexed):
+            return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else "")
         form = form if form is not None and form in LAYOUTS else default_format(inner)
         reason = _unloadable(inner, form, loadable)
         if reason and (not loadable or self._form == "auto"):
@@ -222,14 +224,15 @@ def _plain_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _quantized(leaf: Leaf) -> Quantized | None:
+def _quantized(leaf: Leaf) -> Quantized | Indexed | None:
     """The quantized values of a leaf that has them: those of a sparse leaf with the code of 0 where it is pruned."""
     inner = load(leaf) if compressed(leaf) else leaf
     if isinstance(inner, Transposed):  # quantized, though no loader reads it
         return _quantized(inner.leaf)
-    if isinstance(inner, Sparse) and isinstance(inner.values, Quantized):
-        return zeroed(inner.values, inner.mask)
-    return inner if isinstance(inner, Quantized) else None
+    if isinstance(inner, Sparse):
+        return zeroed(inner.values, inner.mask) if isinstance(inner.values, Quantized) else _quantized(inner.values)
+    inner = simplest(inner) if isinstance(inner, Indexed) else inner
+    return inner if isinstance(inner, Quantized | Indexed) else None
 
 
 def _unloadable(leaf: Quantized, form: str, loadable: bool) -> str:
