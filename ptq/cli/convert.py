@@ -12,7 +12,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("out", metavar="OUT", help="directory to write; does not exist until it is whole")
     parser.add_argument(
-        "--format", required=True, help="dense, int-quantized, pack-quantized or float-quantized; values stay the same"
+        "--format",
+        required=True,
+        help="dense, int-quantized, pack-quantized, float-quantized, sparse-bitmask, ...; values stay the same",
     )
     add_overwrite(parser)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ptq.errors import BadInput
+from ptq.io import bitmask
 from ptq.io.compressed_tensors import Stored, zeroed
 from ptq.io.files import read_json
 from ptq.io.hub import joined
@@ -48,19 +50,23 @@ class Record(NamedTuple):
     """why it is not stored as asked"""
     by_class: bool = True
     """whether the class of its module says how it is stored"""
+    sparsity: str = ""
+    """what its zeros obey, if it is pruned"""
 
     @property
     def nbytes(self) -> int:
         """Bytes in the files, without the few that say a packed weight's shape."""
-        return sum(e.end - e.begin for part, e in self.parts.items() if not part.endswith("weight_shape"))
+        shapes = ("weight_shape", ".shape")
+        return sum(e.end - e.begin for part, e in self.parts.items() if not part.endswith(shapes))
 
     def leaf(self, directory: Path) -> Leaf:
         """What was stored, read when it is used."""
         parts = {part: entry.on_disk(part, directory) for part, entry in self.parts.items()}
-        if self.args is None:
-            return parts[self.file]
-        local = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
-        return Stored(local, self.args, True, DTYPES[self.dtype], torch.Size(self.shape))
+        shape, raw = torch.Size(self.shape), parts.get(self.file)
+        local: dict[str, Any] = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
+        if "bitmask" in local:
+            raw = local["weight"] = bitmask.masked(local, shape)
+        return raw if self.args is None else Stored(local, self.args, True, DTYPES[self.dtype], shape)
 
 
 def record(raw: Sequence[Any]) -> Record:
@@ -121,6 +127,25 @@ class Writer:
         for r in (r for r in self.records if r.args is not None):
             found.setdefault(r.args, []).append(r.file.removesuffix(".weight"))  # type: ignore[arg-type]  # not None
         return found
+
+    @property
+    def pruned(self) -> dict[str, list[str]]:
+        """Names in the checkpoint of the pruned modules, by what their zeros obey."""
+        found: dict[str, list[str]] = {}
+        for r in (r for r in self.records if r.sparsity):
+            found.setdefault(r.sparsity, []).append(r.file.removesuffix(".weight"))
+        return found
+
+    @property
+    def sparsity(self) -> dict[str, Any]:
+        """The `sparsity_config` of weights stored as bits and values; empty where there are none."""
+        counts = {
+            r.file.removesuffix(".weight"): (math.prod(entry.shape), math.prod(r.shape))
+            for r in self.records
+            for part, entry in r.parts.items()
+            if part.endswith(".compressed") and part != r.file
+        }
+        return bitmask.config(self._form, counts) if counts else {}
 
     @property
     def by_class(self) -> bool:
@@ -185,6 +210,22 @@ class Writer:
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
         """Writes the tensors of a leaf."""
         form = leaf.args.format if isinstance(leaf, Stored) and self._form == "auto" else self._form
+        leaf = load(leaf) if compressed(leaf) else leaf
+        if form in bitmask.FORMATS:
+            made = self._write_sparse(file, leaf, form, name, loadable)
+        else:
+            made = self._write_quantized(file, leaf, form, name, loadable)
+        self.records[-1] = made._replace(sparsity=bitmask.structure(leaf))
+        return self.records[-1]
+
+    def _write_sparse(self, file: str, leaf: Leaf, form: str, name: str, loadable: bool) -> Record:
+        reason = bitmask.unfit(leaf, loadable)
+        if reason:
+            note = f"stored dense: {reason}" if compressed(leaf) else ""
+            return self._store(file, _finite(dense(leaf), name), name, note)
+        return self._write_parts(file, leaf, name, *bitmask.sparse(leaf, form, name))
+
+    def _write_quantized(self, file: str, leaf: Leaf, form: str | None, name: str, loadable: bool) -> Record:
         inner = None if form == "dense" else _quantized(leaf)
         if inner is None or isinstance(inner, Indexed):
             return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else "")
@@ -193,12 +234,16 @@ class Writer:
         if reason and (not loadable or self._form == "auto"):
             why = f"stored dense with its quantized values: {reason}"
             return self._store(file, _finite(dense(leaf), name), name, why)
-        args, tensors = encoded(validate(inner, name), form, name)
+        return self._write_parts(file, inner, name, *encoded(validate(inner, name), form, name))
+
+    def _write_parts(
+        self, file: str, leaf: Leaf, name: str, args: Args | None, tensors: Mapping[str, Tensor]
+    ) -> Record:
         module = file.removesuffix(".weight")
         made = {
             f"{module}.{part}": self._shards.write(f"{module}.{part}", _finite(t, name)) for part, t in tensors.items()
         }
-        self.records.append(Record(file, name, made, NAMES[inner.dtype], list(inner.shape), args))
+        self.records.append(Record(file, name, made, NAMES[leaf.dtype], list(leaf.shape), args))
         return self.records[-1]
 
     def _store(self, file: str, tensor: Tensor, name: str, note: str = "") -> Record:
@@ -226,13 +271,12 @@ def _plain_linear(module: nn.Module) -> bool:
 
 def _quantized(leaf: Leaf) -> Quantized | Indexed | None:
     """The quantized values of a leaf that has them: those of a sparse leaf with the code of 0 where it is pruned."""
-    inner = load(leaf) if compressed(leaf) else leaf
-    if isinstance(inner, Transposed):  # quantized, though no loader reads it
-        return _quantized(inner.leaf)
-    if isinstance(inner, Sparse):
-        return zeroed(inner.values, inner.mask) if isinstance(inner.values, Quantized) else _quantized(inner.values)
-    inner = simplest(inner) if isinstance(inner, Indexed) else inner
-    return inner if isinstance(inner, Quantized | Indexed) else None
+    if isinstance(leaf, Transposed):  # quantized, though no loader reads it
+        return _quantized(leaf.leaf)
+    if isinstance(leaf, Sparse):
+        return zeroed(leaf.values, leaf.mask) if isinstance(leaf.values, Quantized) else _quantized(leaf.values)
+    leaf = simplest(leaf) if isinstance(leaf, Indexed) else leaf
+    return leaf if isinstance(leaf, Quantized | Indexed) else None
 
 
 def _unloadable(leaf: Quantized, form: str, loadable: bool) -> str:
