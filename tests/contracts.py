@@ -90,7 +90,7 @@ PROJECTIONS: dict[str, Callable[[], Projection]] = {
 }
 
 INTS, FLOATS = ("int4", "int3 asymmetric"), ("fp8", "fp8 block", "nvfp4", "mxfp6")
-LEAVES = ["tensor", *INTS, *FLOATS, "sparse", "sparse int4", "transposed int4", "transposed"]
+LEAVES = ["tensor", *INTS, *FLOATS, "sparse", "sparse int4", "transposed int4", "transposed", "indexed"]
 
 
 Law = Callable[[Any], None]

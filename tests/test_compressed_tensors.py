@@ -202,13 +202,6 @@ def test_words_that_cannot_hold_the_shape_are_refused(tmp_path: Path, change: di
         collected(entries, table, linear, torch.float32, WHERE)
 
 
-def test_column_order_is_refused(tmp_path: Path) -> None:
-    args, parts = encoded(quantized(4, 32), "pack-quantized", "m")
-    entries, table = written(tmp_path, args, {**parts, "weight_g_idx": torch.zeros(32, dtype=torch.int32)})
-    with pytest.raises(BadInput, match=r"m\.weight: column order"):
-        collected(entries, table, linear, torch.float32, WHERE)
-
-
 def test_a_weight_that_no_group_covers_is_told_by_its_tensors(tmp_path: Path) -> None:
     leaf = quantized(4, 32)
     entries, table = written(tmp_path, *encoded(leaf, "pack-quantized", "m"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from ptq.errors import BadInput
+from ptq.io.bitmask import Masked, joined
 from ptq.io.check_config import config_findings, target_findings, untargeted
 from ptq.io.check_engines import fused_findings, head_findings, kernel_findings, parallel_findings
 from ptq.io.check_tensors import part_findings, presence, value_findings
@@ -19,7 +20,7 @@ from ptq.io.files import read_json
 from ptq.io.hub import skeleton_of
 from ptq.io.quantization_config import KEYS
 from ptq.io.safetensors import INDEX, headers
-from ptq.io.survey import ERROR, EVERY, Finding, Survey, surveyed, unwrapped
+from ptq.io.survey import BOTH, ERROR, EVERY, Finding, Survey, surveyed, unwrapped
 
 
 def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: bool = True) -> list[Finding]:
@@ -39,11 +40,11 @@ def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: b
     found = list(config_findings(table)) if table else []
     skeleton = skeleton or skeleton_of(path)
     try:
-        entries = headers(path)
+        entries = joined(headers(path), path)
         survey = surveyed(path, raw, entries, skeleton)
     except BadInput as error:
         return [*found, Finding(str(path), "unreadable", str(error), "a whole checkpoint", EVERY)]
-    return [*found, *_strays(path, entries), *_findings(survey, tp, weights)]
+    return [*found, *_strays(path), *_bits(survey), *_findings(survey, tp, weights)]
 
 
 def _findings(survey: Survey, tp: int, weights: bool) -> Iterator[Finding]:
@@ -58,10 +59,16 @@ def _findings(survey: Survey, tp: int, weights: bool) -> Iterator[Finding]:
     yield from value_findings(survey, weights)
 
 
-def _strays(path: Path, listed: Iterable[str]) -> Iterator[Finding]:
+def _bits(survey: Survey) -> Iterator[Finding]:
+    for entry in (e for e in survey.entries.values() if isinstance(e, Masked)):
+        yield Finding(entry.name, "bitmask", "bits and values", "all values: no loader of today reads these", BOTH)
+
+
+def _strays(path: Path) -> Iterator[Finding]:
     """Tensors of shards that the index does not list: some loaders read shards, others the index."""
     if (path / INDEX).is_file():
-        files = set(read_json(path / INDEX)["weight_map"].values())
+        listed = read_json(path / INDEX)["weight_map"]
+        files = set(listed.values())
         names = [name for file in sorted(files) for name in headers(path / file)]
         for name in sorted(set(names) - set(listed)):
             yield Finding(name, "index", "a tensor of a shard", f"that {INDEX} lists it", EVERY)

@@ -9,6 +9,7 @@ import torch
 from ptq.io.fused import HEADS, FusedSet, cut, expert_sets, fused_sets
 from ptq.io.quantization_config import Args
 from ptq.io.survey import BOTH, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey, packed_words
+from ptq.numerics.leaves import dense
 
 _MARLIN = (None, -1, 32, 64, 128)
 
@@ -45,7 +46,7 @@ def _said(args: Args | None) -> str:
 def _one_divisor(survey: Survey, each: FusedSet) -> Iterator[Finding]:
     for part in ("weight_global_scale", "input_global_scale"):
         found = [survey.modules[name].parts.get(part) for name in each.shards]
-        values = {entry.name: entry.load().flatten() for entry in found if entry is not None}
+        values = {entry.name: dense(entry).flatten() for entry in found if entry is not None}
         first = next(iter(values.values()), None)
         for name, value in values.items():
             if first is not None and not torch.equal(value, first):

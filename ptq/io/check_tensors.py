@@ -12,8 +12,8 @@ from ptq.errors import BadInput
 from ptq.io.compressed_tensors import ACTIVATIONS, CACHE, WEIGHT
 from ptq.io.layouts import LAYOUTS, Part, expected, fits, grid_of
 from ptq.io.quantization_config import Args
-from ptq.io.safetensors import OnDisk
-from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey
+from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Entry, Finding, Module, Survey
+from ptq.numerics.leaves import dense
 
 
 def presence(survey: Survey) -> Iterator[Finding]:
@@ -111,12 +111,12 @@ def value_findings(survey: Survey, weights: bool) -> Iterator[Finding]:
             yield from _values(name, entry, scale)
 
 
-def _number(entry: OnDisk) -> bool:
+def _number(entry: Entry) -> bool:
     return entry.dtype.is_floating_point and entry.dtype.itemsize > 1
 
 
-def _values(name: str, entry: OnDisk, scale: bool) -> Iterator[Finding]:
-    t: Tensor = entry.load()
+def _values(name: str, entry: Entry, scale: bool) -> Iterator[Finding]:
+    t: Tensor = dense(entry)
     if entry.dtype == torch.uint8:
         if bool((t == 255).any()):
             yield Finding(name, "values", "exponent byte 255", "at most 254", EVERY)

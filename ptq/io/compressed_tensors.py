@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ptq.errors import BadInput, Notice
-from ptq.io.layouts import LAYOUTS, decoded, expected, fits, grid_of, inferred
+from ptq.io.bitmask import Masked
+from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of, inferred
 from ptq.io.quantization_config import Args, Config, parse
-from ptq.io.safetensors import OnDisk
+from ptq.io.safetensors import OnDisk, sizes
+from ptq.numerics.indexed import Indexed, simplest
 from ptq.numerics.lazy import Lazy
-from ptq.numerics.leaves import Leaf, Quantized, compressed, nbytes, validate
+from ptq.numerics.leaves import Leaf, Quantized, Sparse, compressed, nbytes, validate
 from ptq.numerics.tiles import spread
 
 WEIGHT = (
@@ -34,9 +36,9 @@ CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zer
 
 @dataclass(frozen=True)
 class Stored(Lazy):
-    """A compressed weight in a file: `load` gives it as `Quantized`."""
+    """A compressed weight in a file: `load` gives it as `Quantized`, in an `Indexed` or a `Sparse` if it is that."""
 
-    parts: Mapping[str, OnDisk]
+    parts: Mapping[str, OnDisk | Masked]
     """local name, such as weight_scale -> tensor"""
     args: Args
     straddle: bool
@@ -44,11 +46,29 @@ class Stored(Lazy):
     dtype: torch.dtype
     shape: torch.Size
 
-    def load(self) -> Quantized:
-        tensors = {part: entry.load() for part, entry in self.parts.items() if part != "weight_shape"}
+    def load(self) -> Leaf:
+        tensors: dict[str, Any] = {part: entry.load() for part, entry in self.parts.items() if part != "weight_shape"}
+        pruned = tensors.get("weight")
+        if not isinstance(pruned, Sparse):
+            return self._leaf(tensors)
+        leaf = self._leaf({**tensors, "weight": pruned.values})
+        # A code of 0 is no weight of 0 where there are zero points: then the codes are all there is to say.
+        return Sparse(leaf, pruned.mask, pruned.pattern) if self.args.symmetric else leaf
+
+    def _leaf(self, tensors: Mapping[str, Tensor]) -> Leaf:
         scale = self.parts["weight_scale"]
         leaf = decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
-        return validate(leaf, f"{scale.file}: {scale.name}")
+        leaf = validate(leaf, f"{scale.file}: {scale.name}")
+        return self._ordered(leaf, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else leaf
+
+    def _ordered(self, leaf: Quantized, columns: Tensor) -> Leaf:
+        groups, index = leaf.scale.shape[-1], self.parts["weight_g_idx"]
+        if bool((columns == -1).any()):  # how old writers said that there is no order
+            return leaf
+        if not bool(((columns >= 0) & (columns < groups)).all()):
+            got = f"{int(columns.min())} to {int(columns.max())}"
+            raise BadInput(f"{index.file}: {index.name}: got groups {got}, expected 0 to {groups - 1} or all -1")
+        return simplest(Indexed(leaf, columns))
 
 
 @compressed.register
@@ -62,7 +82,7 @@ def _(leaf: Stored) -> int:
 
 
 def collected(
-    entries: Mapping[str, OnDisk],
+    entries: Mapping[str, OnDisk | Masked],
     quantization: Any,
     classes: Callable[[str], Sequence[str]],
     dtype: torch.dtype,
@@ -84,7 +104,7 @@ def collected(
     if config.beyond:
         what = f"its config also quantizes {config.beyond}; only weights are read"
         warnings.warn(f"{where}: {what}", Notice, stacklevel=2)
-    modules: dict[str, dict[str, OnDisk]] = {}
+    modules: dict[str, dict[str, OnDisk | Masked]] = {}
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")
         if part in WEIGHT:
@@ -100,6 +120,7 @@ def collected(
 def zeroed(leaf: Quantized, mask: Tensor) -> Quantized:
     """The same leaf with the code that stands for 0 wherever the mask is False.
 
+    >>> from ptq.numerics.grids import Int
     >>> q = Quantized(torch.tensor([[3, -8]], dtype=torch.int8), torch.ones(1, 1), None, Int(4), torch.float32)
     >>> zeroed(q, torch.tensor([[False, True]])).codes
     tensor([[ 0, -8]], dtype=torch.int8)
@@ -110,7 +131,7 @@ def zeroed(leaf: Quantized, mask: Tensor) -> Quantized:
 
 def _stored(
     name: str,
-    parts: dict[str, OnDisk],
+    parts: dict[str, OnDisk | Masked],
     config: Config,
     classes: Callable[[str], Sequence[str]],
     dtype: torch.dtype,
@@ -123,9 +144,8 @@ def _stored(
         return raw
     if "weight_scale" not in parts:
         raise BadInput(f"{where}: no tensor {name}_scale; download or copy it again")
-    if "weight_g_idx" in parts:
-        raise BadInput(f"{where}: {name}: column order (weight_g_idx) is not read; quantize again without it")
-    shape = _shape(parts["weight_shape"], raw) if "weight_shape" in parts else None
+    told = parts.get("weight_shape")
+    shape = sizes(told, len(raw.shape)) if isinstance(told, OnDisk) else None
     args = _args(name, parts, shape, config.args(name.rpartition(".")[0], classes(name)), where)
     packing = LAYOUTS[str(args.format)].packing
     if packing == "words" and shape is None:
@@ -136,7 +156,9 @@ def _stored(
     return _checked(Stored(parts, args, straddle, dtype, shape), name, where)
 
 
-def _args(name: str, parts: Mapping[str, OnDisk], shape: torch.Size | None, given: Args | None, where: Path) -> Args:
+def _args(
+    name: str, parts: Mapping[str, OnDisk | Masked], shape: torch.Size | None, given: Args | None, where: Path
+) -> Args:
     """The scheme that the config gives, in the format that the tensors are in; or what the tensors say alone."""
     told = inferred({**parts, "weight_shape": shape} if shape else parts)
     if given is None and told is None:
@@ -155,22 +177,12 @@ def _args(name: str, parts: Mapping[str, OnDisk], shape: torch.Size | None, give
     return given
 
 
-def _straddles(raw: OnDisk, shape: torch.Size, args: Args, config: Config) -> bool:
+def _straddles(raw: OnDisk | Masked, shape: torch.Size, args: Args, config: Config) -> bool:
     """The layout of packed codes is told by the number of words."""
     dense_words, whole_words = -(-shape[-1] * args.bits // 32), -(-shape[-1] // (32 // args.bits))
     if dense_words == whole_words and 8 % args.bits:
         return config.version >= (0, 18)
     return raw.shape[-1] != whole_words or dense_words == whole_words
-
-
-def _shape(tensor: OnDisk, packed: OnDisk) -> torch.Size:
-    if tensor.dtype not in (torch.int32, torch.int64) or tensor.shape.numel() != len(packed.shape):
-        got = f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise BadInput(f"{tensor.file}: {tensor.name}: got {got}, expected int64 ({len(packed.shape)},)")
-    sizes = tensor.load().flatten().tolist()
-    if min(sizes, default=0) < 1:
-        raise BadInput(f"{tensor.file}: {tensor.name}: got {sizes}, expected sizes above 0")
-    return torch.Size(sizes)
 
 
 def _checked(leaf: Stored, name: str, where: Path) -> Stored:
@@ -183,6 +195,8 @@ def _checked(leaf: Stored, name: str, where: Path) -> Stored:
     except BadInput as error:
         raise BadInput(f"{where}: {name}: {error}") from None
     how = f"strategy {leaf.args.strategy} {leaf.args.group_size or leaf.args.block or ''}".rstrip()
+    if "weight_g_idx" in leaf.parts:
+        needed["weight_g_idx"] = Part((leaf.shape[-1],), [torch.int32, torch.int64])
     for part, need in needed.items():
         if part not in leaf.parts:
             raise BadInput(f"{where}: no tensor {name.removesuffix('weight')}{part}; its config asks for it ({how})")

@@ -13,6 +13,7 @@ from torch import nn
 
 from ptq.base import State
 from ptq.errors import BadInput, PtqError
+from ptq.io import bitmask
 from ptq.io.compressed_tensors import collected
 from ptq.io.files import read_json
 from ptq.io.quantization_config import KEYS
@@ -111,16 +112,17 @@ def joined(
     skeleton: nn.Module, entries: Mapping[str, OnDisk], quantization: Any, dtype: torch.dtype, where: Path
 ) -> Mapping[str, Leaf]:
     """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
+    parts = bitmask.joined(entries, where)
     if quantization is None:
-        return entries
-    names = assigned(skeleton, {f"{name.rpartition('.')[0]}.weight" for name in entries})
+        return parts
+    names = assigned(skeleton, {f"{name.rpartition('.')[0]}.weight" for name in parts})
 
     def classes(weight: str) -> list[str]:
         if weight not in names:  # a piece of a stack of experts: a linear wherever experts are modules
             return ["Linear", "Module"]
         return [c.__name__ for c in type(skeleton.get_submodule(names[weight].rpartition(".")[0])).__mro__]
 
-    return collected(entries, quantization, classes, dtype, where)
+    return collected(parts, quantization, classes, dtype, where)
 
 
 def _parameters(skeleton: nn.Module, reading: Reading, where: Path) -> tuple[dict[str, Leaf], dict[str, str]]:

@@ -108,7 +108,12 @@ def _parse(raw: Any, where: Path) -> Config:
     )
 
 
-def dump(modules: Mapping[Args, Sequence[str]], ignore: Sequence[str], by_class: bool = True) -> dict[str, Any]:
+def dump(
+    modules: Mapping[Args, Sequence[str]],
+    ignore: Sequence[str],
+    by_class: bool = True,
+    sparsity: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The configuration of a checkpoint.
 
     Args:
@@ -117,8 +122,9 @@ def dump(modules: Mapping[Args, Sequence[str]], ignore: Sequence[str], by_class:
         by_class: whether a class may be the target where all have one scheme; transformers and vLLM both take it for
             every linear not ignored, fused ones and experts too. Else targets are full names, which are disjoint, so
             that the two orders of matching cannot differ.
+        sparsity: the `sparsity_config` of pruned weights that are not stored dense, which no loader of today takes.
     """
-    formats = {str(args.format) for args in modules}
+    formats = {str(args.format) for args in modules} or {"dense"}
     groups = {
         f"group_{i:03}" if len(modules) > 10 else f"group_{i}": {  # loaders sort these names as text
             "targets": ["Linear"] if by_class and len(modules) == 1 else list(names),
@@ -137,7 +143,7 @@ def dump(modules: Mapping[Args, Sequence[str]], ignore: Sequence[str], by_class:
         "config_groups": groups,
         "ignore": list(ignore),
         "kv_cache_scheme": None,
-        "sparsity_config": {},
+        "sparsity_config": dict(sparsity or {}),
         "transform_config": {},
         "global_compression_ratio": None,
     }
@@ -166,6 +172,8 @@ def _group(name: str, group: Mapping[str, Any], table: Mapping[str, Any], where:
         block = block.lower().split("x")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.get("strategy") or inferred
+    if form == "marlin-24":
+        raise BadInput(f"{where}: {name}: format marlin-24 is not read; start from the weights that it was made of")
     args = Args(
         format=form,
         bits=weights.get("num_bits", 8),

@@ -54,6 +54,17 @@ class OnDisk(Lazy):
         return read_bytes(self.file, self.offset, count, self.name).view(self.dtype).view(self.shape)
 
 
+def sizes(tensor: OnDisk, count: int) -> torch.Size:
+    """The shape that a tensor of `count` integers spells out."""
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.shape.numel() != count:
+        got = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise BadInput(f"{tensor.file}: {tensor.name}: got {got}, expected int64 ({count},)")
+    found = tensor.load().flatten().tolist()
+    if min(found, default=0) < 1:
+        raise BadInput(f"{tensor.file}: {tensor.name}: got {found}, expected sizes above 0")
+    return torch.Size(found)
+
+
 def read_bytes(file: Path, offset: int, count: int, name: str) -> Tensor:
     """`count` bytes of a file as uint8; `name` is the tensor, for the error when they are not there."""
     buffer = torch.empty(count, dtype=torch.uint8)

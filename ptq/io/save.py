@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ptq.base import Params, State
 from ptq.errors import BadInput
+from ptq.io.bitmask import FORMATS as BITMASKS
 from ptq.io.check import check, damage, remarks
 from ptq.io.files import read_json, write_json
 from ptq.io.job import JOURNAL, Past, Report, opened, refuse_changed
@@ -28,7 +29,12 @@ from ptq.models.model import Model
 from ptq.models.skeleton import checkpoint_dtype
 from ptq.numerics.leaves import compressed
 
+PRUNED = "weight_sparsity"
+"""Where config.json names pruned modules, by what their zeros obey. Zeros are stored, so that nobody needs it to load
+the weights. It stands at the top because loaders pass over what they do not know there, while a `sparsity_config` with
+targets makes vLLM refuse the model, dense or not; and one file has it all, which headers of shards do not."""
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz"}
+_FORMATS = ("dense", "frozen", *LAYOUTS, *BITMASKS)
 _TIMES = ("seconds", "peak_bytes")
 """what differs between two runs of one job, and so has no place in its result"""
 
@@ -108,6 +114,8 @@ def save(
         overwrite: whether a directory that is there may be replaced; it stays until the new one is whole.
         format: "auto" (what a weight came in, else pack-quantized for integers and float-quantized for float8),
             "dense", "frozen" (dense, with scales and zero points beside the weights), or one of the formats by name.
+            Pruned weights have their zeros stored, unless this is sparse-bitmask or sparse-24-bitmask: these are
+            smaller, and no loader of today but `ptq.load` reads them.
         shard_size: bytes of tensors in one file.
         resume: whether to go on with what an interrupted run of the same job left; the result is the same, bit for
             bit, as that of a run that was not interrupted.
@@ -194,8 +202,8 @@ def _whole(target: Path, identity: Mapping[str, Any], overwrite: bool) -> _Whole
 
 
 def _checked(start: Model, path: str | Path, overwrite: bool, form: str, resume: bool) -> Path:
-    if form not in ("auto", "dense", "frozen", *LAYOUTS):
-        raise BadInput(f"format {form!r} is not written; expected auto, dense, frozen, {', '.join(LAYOUTS)}")
+    if form not in ("auto", *_FORMATS):
+        raise BadInput(f"format {form!r} is not written; expected auto, {', '.join(_FORMATS)}")
     return check_output(path, overwrite, start.source, resume)
 
 
@@ -229,10 +237,12 @@ def _lasting(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_config(model: Model, writer: Writer, directory: Path) -> None:
-    quantization = dump(writer.modules, writer.ignored(), writer.by_class) if writer.modules else None
+    quantization, sparsity = None, writer.sparsity
+    if writer.modules or sparsity:
+        quantization = dump(writer.modules, writer.ignored(), writer.by_class, sparsity)
     if model.config is None:
         table = {"architectures": [type(model.module).__name__], "quantization_config": quantization}
-        write_json(directory / "config.json", table)
+        write_json(directory / "config.json", table | ({PRUNED: writer.pruned} if writer.pruned else {}))
         return
     config = copy.deepcopy(model.config)
     config.architectures = [type(model.module).__name__]
@@ -240,9 +250,10 @@ def _write_config(model: Model, writer: Writer, directory: Path) -> None:
         if part is not None:
             part.dtype = checkpoint_dtype(model.params.values())
             part.tie_word_embeddings = writer.tied and getattr(part, "tie_word_embeddings", False)
-    vars(config).pop("quantization_config", None)
-    if quantization is not None:
-        config.quantization_config = quantization
+    for key, value in {"quantization_config": quantization, PRUNED: writer.pruned}.items():
+        vars(config).pop(key, None)
+        if value:
+            setattr(config, key, value)
     unfinished = directory / "config.json.partial"
     config.to_json_file(unfinished)
     unfinished.replace(directory / "config.json")

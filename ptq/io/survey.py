@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ptq.io.bitmask import Masked
 from ptq.io.compressed_tensors import ACTIVATIONS, CACHE, WEIGHT
 from ptq.io.layouts import LAYOUTS, inferred
 from ptq.io.quantization_config import KEYS, Args, Config, parse
 from ptq.io.safetensors import OnDisk
 from ptq.models.naming import assigned, names_in_files, read
 from ptq.models.skeleton import aliases
+from ptq.numerics.leaves import Leaf, dense
 
 VLLM, TRANSFORMERS, EVERY = "vLLM", "transformers", "every reader"
+Entry = OnDisk | Masked
 BOTH = f"{VLLM} and {TRANSFORMERS}"
 ERROR, NOTE = "error", "note"
 
@@ -43,7 +46,7 @@ class Module(NamedTuple):
 
     name: str
     classes: Sequence[str]
-    parts: Mapping[str, OnDisk]
+    parts: Mapping[str, Entry]
     """local name -> tensor"""
     shape: torch.Size
     """of the weight"""
@@ -68,7 +71,7 @@ class Survey:
     table: Mapping[str, Any]
     """quantization_config; empty where there is none"""
     config: Config | None
-    entries: Mapping[str, OnDisk]
+    entries: Mapping[str, Entry]
     modules: Mapping[str, Module]
     missing: Sequence[str]
     """tensors that the model needs and that nothing in the files is made of"""
@@ -82,7 +85,7 @@ class Survey:
     """tensors that may hold infinities, as masks do"""
 
 
-def surveyed(where: Path, raw: Mapping[str, Any], entries: Mapping[str, OnDisk], skeleton: nn.Module) -> Survey:
+def surveyed(where: Path, raw: Mapping[str, Any], entries: Mapping[str, Entry], skeleton: nn.Module) -> Survey:
     """Brings together a checkpoint's config, its headers and the structure of its model.
 
     Raises:
@@ -113,10 +116,10 @@ def unwrapped(table: Mapping[str, Any]) -> Mapping[str, Any]:
     return table.get("quantization_config") or table
 
 
-def _parts(entries: Mapping[str, OnDisk], quantized: bool) -> dict[str, dict[str, OnDisk]]:
+def _parts(entries: Mapping[str, Entry], quantized: bool) -> dict[str, dict[str, Entry]]:
     """Modules with a weight of their own, and what belongs to it."""
     known = (*WEIGHT, *ACTIVATIONS) if quantized else ("weight",)
-    found: dict[str, dict[str, OnDisk]] = {}
+    found: dict[str, dict[str, Entry]] = {}
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")
         if part in known:
@@ -134,7 +137,7 @@ def _classes(skeleton: nn.Module, weight: str | None) -> list[str]:
         return []
 
 
-def _scheme(config: Config | None, name: str, classes: Sequence[str], parts: Mapping[str, OnDisk]) -> Args | None:
+def _scheme(config: Config | None, name: str, classes: Sequence[str], parts: Mapping[str, Entry]) -> Args | None:
     """What the config gives, in the format that the tensors are in where it names none: that is told by itself."""
     args = config.args(name, classes) if config and {"Linear", "Embedding"} & {*classes} else None
     if args is None or args.format in LAYOUTS:
@@ -144,29 +147,30 @@ def _scheme(config: Config | None, name: str, classes: Sequence[str], parts: Map
     return args._replace(format=form) if form else None
 
 
-def _shape(parts: Mapping[str, OnDisk], args: Args | None) -> torch.Size:
+def _shape(parts: Mapping[str, Entry], args: Args | None) -> torch.Size:
     told, raw = parts.get("weight_shape"), parts.get("weight_packed") or parts.get("weight")
     if raw is None:
         return torch.Size()
     if told is not None and told.shape.numel() == len(raw.shape):
-        return torch.Size(told.load().flatten().tolist())
+        return torch.Size(dense(told).flatten().tolist())
     if "weight_packed" not in parts or args is None:
         return raw.shape
     return torch.Size((*raw.shape[:-1], raw.shape[-1] * raw.dtype.itemsize * 8 // args.bits))
 
 
-def _leaves(entries: Mapping[str, OnDisk], modules: Mapping[str, Module]) -> Iterator[OnDisk]:
-    """What the model's parameters are made of, each weight as one."""
+def _leaves(entries: Mapping[str, Entry], modules: Mapping[str, Module]) -> dict[str, Leaf]:
+    """What the model's parameters are made of, each weight as one, without values."""
+    taken = {module.tensor(part) for module in modules.values() for part in module.parts}
+    found: dict[str, Leaf] = {n: e for n, e in entries.items() if n not in taken and n.rpartition(".")[2] not in CACHE}
     for module in modules.values():
         raw = module.parts.get("weight_packed") or module.parts.get("weight")
         if raw is not None:
-            yield replace(raw, name=module.tensor("weight"), shape=module.shape)
-    taken = {entry.name for module in modules.values() for entry in module.parts.values()}
-    yield from (entry for name, entry in entries.items() if name not in taken and name.rpartition(".")[2] not in CACHE)
+            found[module.tensor("weight")] = torch.empty(module.shape, dtype=raw.dtype, device="meta")
+    return found
 
 
-def _unmatched(skeleton: nn.Module, leaves: Iterable[OnDisk]) -> tuple[list[str], list[str]]:
-    reading = read(skeleton, {leaf.name: leaf for leaf in leaves})
+def _unmatched(skeleton: nn.Module, leaves: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    reading = read(skeleton, leaves)
     tied = aliases(skeleton)
     settled = {*reading.leaves, *(tied[name] for name in reading.leaves if name in tied)}
     shapes = {n: p.shape for n, p in skeleton.named_parameters(remove_duplicate=False) if n not in tied}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial as bound
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ptq.errors import BadInput
+from ptq.io import bitmask
 from ptq.io.compressed_tensors import Stored, zeroed
 from ptq.io.files import read_json
 from ptq.io.hub import joined
@@ -20,8 +23,11 @@ from ptq.io.shards import Entry, ShardWriter
 from ptq.models.model import Model
 from ptq.models.naming import joint, names_in_files, read, written
 from ptq.models.skeleton import checkpoint_dtype, persistent_buffers
+from ptq.numerics.indexed import Indexed, simplest
 from ptq.numerics.lazy import load
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, finite, validate
+
+_ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
 
 
 class Record(NamedTuple):
@@ -41,19 +47,25 @@ class Record(NamedTuple):
     """why it is not stored as asked"""
     by_class: bool = True
     """whether the class of its module says how it is stored"""
+    sparsity: str = ""
+    """what its zeros obey, if it is pruned"""
 
     @property
     def nbytes(self) -> int:
         """Bytes in the files, without the few that say a packed weight's shape."""
-        return sum(e.end - e.begin for part, e in self.parts.items() if not part.endswith("weight_shape"))
+        shapes = ("weight_shape", ".shape")
+        return sum(e.end - e.begin for part, e in self.parts.items() if not part.endswith(shapes))
 
     def leaf(self, directory: Path) -> Leaf:
         """What was stored, read when it is used."""
         parts = {part: entry.on_disk(part, directory) for part, entry in self.parts.items()}
+        shape, raw = torch.Size(self.shape), parts.get(self.file)
+        local: dict[str, Any] = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
+        if "bitmask" in local:
+            raw = local["weight"] = bitmask.masked(local, shape)
         if self.args is None or self.args.format == "dense":
-            return parts[self.file]
-        local = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
-        return Stored(local, self.args, True, DTYPES[self.dtype], torch.Size(self.shape))
+            return raw
+        return Stored(local, self.args, True, DTYPES[self.dtype], shape)
 
 
 def record(raw: Sequence[Any]) -> Record:
@@ -115,6 +127,25 @@ class Writer:
         for r in (r for r in self.records if r.args is not None):
             found.setdefault(r.args, []).append(r.file.removesuffix(".weight"))  # type: ignore[arg-type]  # not None
         return found
+
+    @property
+    def pruned(self) -> dict[str, list[str]]:
+        """Names in the checkpoint of the pruned modules, by what their zeros obey."""
+        found: dict[str, list[str]] = {}
+        for r in (r for r in self.records if r.sparsity):
+            found.setdefault(r.sparsity, []).append(r.file.removesuffix(".weight"))
+        return found
+
+    @property
+    def sparsity(self) -> dict[str, Any]:
+        """The `sparsity_config` of weights stored as bits and values; empty where there are none."""
+        counts = {
+            r.file.removesuffix(".weight"): (math.prod(entry.shape), math.prod(r.shape))
+            for r in self.records
+            for part, entry in r.parts.items()
+            if part.endswith(".compressed") and part != r.file
+        }
+        return bitmask.config(self._form, counts) if counts else {}
 
     @property
     def by_class(self) -> bool:
@@ -179,21 +210,41 @@ class Writer:
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
         """Writes the tensors of a leaf."""
         form = leaf.args.format if isinstance(leaf, Stored) and self._form == "auto" else self._form
+        leaf = load(leaf) if compressed(leaf) else leaf
+        if form in bitmask.FORMATS:
+            made = self._write_sparse(file, leaf, form, name, loadable)
+        else:
+            made = self._write_quantized(file, leaf, form, name, loadable)
+        self.records[-1] = made._replace(sparsity=bitmask.structure(leaf))
+        return self.records[-1]
+
+    def _write_sparse(self, file: str, leaf: Leaf, form: str, name: str, loadable: bool) -> Record:
+        reason = bitmask.unfit(leaf, loadable)
+        if reason:
+            note = f"stored dense: {reason}" if compressed(leaf) else ""
+            return self._store(file, _finite(dense(leaf), name), name, note)
+        return self._write_parts(file, leaf, name, *bitmask.sparse(leaf, form, name))
+
+    def _write_quantized(self, file: str, leaf: Leaf, form: str | None, name: str, loadable: bool) -> Record:
         inner = None if form == "dense" else _quantized(leaf)
-        if inner is None:
-            return self._store(file, _finite(dense(leaf), name), name)
+        if inner is None or isinstance(inner, Indexed):
+            return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else "")
         form = form if form is not None and form in LAYOUTS else default_format(inner)
         reason = _unloadable(inner, form, loadable)
         if reason and (not loadable or self._form == "auto"):
             why = f"stored dense with its quantized values: {reason}"
             return self._store(file, _finite(dense(leaf), name), name, why)
-        inner = validate(inner, name)
-        args, tensors = frozen(inner, name) if self._form == "frozen" else encoded(inner, form, name)
+        encode = frozen if self._form == "frozen" else bound(encoded, form=form)
+        return self._write_parts(file, inner, name, *encode(validate(inner, name), name=name))
+
+    def _write_parts(
+        self, file: str, leaf: Leaf, name: str, args: Args | None, tensors: Mapping[str, Tensor]
+    ) -> Record:
         module = file.removesuffix(".weight")
         made = {
             f"{module}.{part}": self._shards.write(f"{module}.{part}", _finite(t, name)) for part, t in tensors.items()
         }
-        self.records.append(Record(file, name, made, NAMES[inner.dtype], list(inner.shape), args))
+        self.records.append(Record(file, name, made, NAMES[leaf.dtype], list(leaf.shape), args))
         return self.records[-1]
 
     def _store(self, file: str, tensor: Tensor, name: str, note: str = "") -> Record:
@@ -219,14 +270,14 @@ def _plain_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _quantized(leaf: Leaf) -> Quantized | None:
+def _quantized(leaf: Leaf) -> Quantized | Indexed | None:
     """The quantized values of a leaf that has them: those of a sparse leaf with the code of 0 where it is pruned."""
-    inner = load(leaf) if compressed(leaf) else leaf
-    if isinstance(inner, Transposed):  # quantized, though no loader reads it
-        return _quantized(inner.leaf)
-    if isinstance(inner, Sparse) and isinstance(inner.values, Quantized):
-        return zeroed(inner.values, inner.mask)
-    return inner if isinstance(inner, Quantized) else None
+    if isinstance(leaf, Transposed):  # quantized, though no loader reads it
+        return _quantized(leaf.leaf)
+    if isinstance(leaf, Sparse):
+        return zeroed(leaf.values, leaf.mask) if isinstance(leaf.values, Quantized) else _quantized(leaf.values)
+    leaf = simplest(leaf) if isinstance(leaf, Indexed) else leaf
+    return leaf if isinstance(leaf, Quantized | Indexed) else None
 
 
 def _unloadable(leaf: Quantized, form: str, loadable: bool) -> str:

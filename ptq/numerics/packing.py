@@ -45,7 +45,7 @@ def pack(codes: Int8[Tensor, "*rows count"], bits: int) -> Int32[Tensor, "*rows 
 
 
 def pack_bytes(codes: UInt8[Tensor, "*rows count"], bits: int) -> UInt8[Tensor, "*rows bytes"]:
-    """Packs unsigned codes of 4 or 6 bits, those of small floats, along the last dimension: the same stream, as bytes.
+    """Packs unsigned codes, such as those of small floats, along the last dimension: the same stream, as bytes.
 
     >>> pack_bytes(torch.tensor([[2, 6, 5, 0]], dtype=torch.uint8), 4)
     tensor([[98,  5]], dtype=torch.uint8)

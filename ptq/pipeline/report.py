@@ -10,6 +10,7 @@ from functools import singledispatch
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ptq.numerics.indexed import Indexed
 from ptq.numerics.leaves import Leaf, Quantized, Scales, Sparse, Transposed
 from ptq.numerics.patterns import NM
 
@@ -78,3 +79,8 @@ def _(leaf: Sparse) -> str:
 @format_name.register
 def _(leaf: Transposed) -> str:
     return format_name(leaf.leaf)
+
+
+@format_name.register
+def _(leaf: Indexed) -> str:
+    return f"{format_name(leaf.leaf)}, columns in an order of their own"

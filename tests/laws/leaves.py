@@ -26,6 +26,7 @@ BYTES = {
     "sparse int4": INT4,
     "transposed int4": INT4,
     "transposed": 2 * WEIGHTS,
+    "indexed": INT4 + 4 * IN,  # an index of 32 bits for each column
 }
 
 

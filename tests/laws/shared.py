@@ -11,6 +11,7 @@ from torch import Tensor
 from ptq._tree import NAMESPACE, tensors
 from ptq.numerics.fits import fit, nearest
 from ptq.numerics.grids import Float8, Int, Minifloat, PowersOfTwo
+from ptq.numerics.indexed import Indexed
 from ptq.numerics.leaves import Leaf, Sparse, Transposed
 from ptq.numerics.patterns import NM
 from ptq.numerics.schemes import Scheme
@@ -43,6 +44,7 @@ def leaf(kind: str, *experts: int) -> Leaf:
         "sparse int4": Sparse(four, mask, None),
         "transposed int4": Transposed(four),
         "transposed": Transposed(w),
+        "indexed": Indexed(four, (torch.arange(IN) * 5 % (IN // 8)).expand(*experts, IN).clone()),
     }[kind]
 
 
