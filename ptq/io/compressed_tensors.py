@@ -120,6 +120,7 @@ def collected(
 def zeroed(leaf: Quantized, mask: Tensor) -> Quantized:
     """The same leaf with the code that stands for 0 wherever the mask is False.
 
+    >>> from ptq.numerics.grids import Int
     >>> q = Quantized(torch.tensor([[3, -8]], dtype=torch.int8), torch.ones(1, 1), None, Int(4), torch.float32)
     >>> zeroed(q, torch.tensor([[False, True]])).codes
     tensor([[ 0, -8]], dtype=torch.int8)

@@ -65,7 +65,8 @@ class Record(NamedTuple):
         shape, raw = torch.Size(self.shape), parts.get(self.file)
         local: dict[str, Any] = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
         if "bitmask" in local:
-            raw = local["weight"] = bitmask.masked(local, shape)
+            own = {part: local.pop(part) for part in bitmask.PARTS if part in local}
+            raw = local["weight"] = bitmask.masked(own, shape)
         return raw if self.args is None else Stored(local, self.args, True, DTYPES[self.dtype], shape)
 
 

@@ -173,7 +173,7 @@ def _(leaf: Transposed) -> Tensor:
 
 def unquantized(leaf: Leaf) -> Leaf:
     """The leaf, if a solve may still choose its values: refuses what is quantized already, pruned or not."""
-    if compressed(leaf.values if isinstance(leaf, Sparse) else leaf):
+    if rounded(leaf):
         raise BadInput("is quantized already, and what was rounded away is lost; start from the uncompressed weight")
     return leaf
 
@@ -269,3 +269,19 @@ def _(leaf: Tensor) -> bool:
 @compressed.register
 def _(leaf: Transposed) -> bool:
     return compressed(leaf.leaf)
+
+
+@singledispatch
+def rounded(leaf: Leaf) -> bool:
+    """Whether a leaf's values were rounded to a grid; pruning alone does not do that."""
+    return compressed(leaf)
+
+
+@rounded.register
+def _(leaf: Sparse) -> bool:
+    return rounded(leaf.values)
+
+
+@rounded.register
+def _(leaf: Transposed) -> bool:
+    return rounded(leaf.leaf)
