@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import ALL, compressed, golden, quantized, same_bits
+from ptq.base import targets
 from ptq.errors import BadInput
 from ptq.io import bitmask
 from ptq.io.bitmask import FORMATS, Masked, joined, sparse, structure, unfit
@@ -24,12 +25,16 @@ from ptq.io.hub import load, open_model
 from ptq.io.quantization_config import dump, parse
 from ptq.io.safetensors import OnDisk, headers
 from ptq.io.save import PRUNED, save
+from ptq.io.shards import SHARD_SIZE
+from ptq.io.writer import Writer, record
 from ptq.models.model import Model
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, dense, nbytes
 from ptq.numerics.patterns import NM
+from ptq.numerics.schemes import scheme
 from ptq.pipeline.run import compress
 from ptq.transforms.magnitude import magnitude
+from ptq.transforms.rtn import rtn
 
 BITMASK, SPARSE_24 = FORMATS
 TWO_OF_FOUR = NM(keep=2, of=4)
@@ -392,6 +397,34 @@ def test_a_run_is_written_as_bits(form: str, tmp_path: Path, tiny_llama: Path) -
     for name, leaf in whole.params.items():
         assert torch.equal(dense(again.params[name]), dense(leaf))
     assert not saved.notes.keys() & whole.params.keys()
+
+
+def test_a_checkpoint_of_bits_is_quantized_within_its_mask(tmp_path: Path, tiny_llama: Path) -> None:
+    first = save(pruned_model(tiny_llama, quantize=False), tmp_path / "first", format=SPARSE_24).path
+    model = compress(load(first), None, rtn(scheme("W8A16", group_size=-1))).model
+    back = load(save(model, tmp_path / "stacked", format=SPARSE_24).path)
+    leaf = back.params[f"{Q_PROJ}.weight"].load()
+    assert isinstance(leaf, Sparse)
+    assert isinstance(leaf.values, Quantized)
+    assert torch.equal(leaf.mask, load(first).params[f"{Q_PROJ}.weight"].load().mask)
+    with pytest.raises(BadInput, match=f"^{Q_PROJ}.* is quantized already"):
+        compress(back, None, targets("re:.*q_proj", rtn(scheme("W4A16", group_size=-1))))
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_is_written_so_far_is_read_by_its_records(
+    form: str, quantize: bool, tmp_path: Path, tiny_llama: Path
+) -> None:
+    model = pruned_model(tiny_llama, quantize)
+    writer = Writer(model, tmp_path, form, SHARD_SIZE)
+    writer.add(model.params)
+    writer.sync()
+    for r in (record(json.loads(json.dumps(r))) for r in writer.records):
+        leaf = r.leaf(tmp_path)
+        assert torch.equal(dense(leaf), dense(model.params[r.name]))
+        assert r.nbytes == nbytes(leaf) - 16 * any(part.endswith(".shape") for part in r.parts)  # the shape
+    writer.abort()
 
 
 def test_a_leaf_of_another_pattern_is_refused_by_name(tmp_path: Path, tiny_llama: Path) -> None:

@@ -25,7 +25,7 @@ from ptq.io.layouts import FLOATS, LAYOUTS, Part, arguments, described, encoded,
 from ptq.io.quantization_config import Args
 from ptq.io.safetensors import OnDisk, sizes
 from ptq.numerics.lazy import Lazy
-from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, nbytes, validate
+from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, nbytes, rounded, validate
 from ptq.numerics.packing import pack_bytes, unpack_bytes
 from ptq.numerics.patterns import NM
 
@@ -33,7 +33,8 @@ TWO_OF_FOUR = NM(keep=2, of=4)
 FORMATS = {"sparse-bitmask": "unstructured", "sparse-24-bitmask": "2:4"}
 """with the structure that their configs name"""
 
-_PARTS = ("shape", "compressed", "bitmask", "row_offsets")
+PARTS = ("shape", "compressed", "bitmask", "row_offsets")
+"""local names; only sparse-bitmask has the last"""
 _VALUES = (*FLOATS, torch.float8_e4m3fn, torch.int8)
 
 
@@ -90,6 +91,11 @@ def _(leaf: Masked) -> bool:
     return True
 
 
+@rounded.register
+def _(leaf: Masked) -> bool:
+    return False  # values that are codes are in a `Stored`
+
+
 @nbytes.register
 def _(leaf: Masked) -> int:
     return sum(nbytes(part) for part in leaf.parts.values())
@@ -104,7 +110,7 @@ def joined(entries: Mapping[str, OnDisk], where: Path) -> dict[str, OnDisk | Mas
     groups: dict[str, dict[str, OnDisk]] = {}
     for name, entry in entries.items():
         owner, _, part = name.rpartition(".")
-        if part in _PARTS and f"{owner}.bitmask" in entries:
+        if part in PARTS and f"{owner}.bitmask" in entries:
             groups.setdefault(owner, {})[part] = entry
     groups = {owner: parts for owner, parts in groups.items() if len(parts) > 1}
     taken = {f"{owner}.{part}" for owner, parts in groups.items() for part in parts}
@@ -202,7 +208,7 @@ def structure(leaf: Leaf) -> str:
 
 def _masked(owner: str, parts: Mapping[str, OnDisk], where: Path) -> Masked:
     flat = "compressed" in parts and len(parts["compressed"].shape) == 1
-    for part in (*_PARTS[:3], *(_PARTS[3:] if flat else ())):
+    for part in PARTS if flat else PARTS[:-1]:
         if part not in parts:
             raise BadInput(f"{where}: no tensor {owner}.{part}; download or copy it again")
     return masked(parts, sizes(parts["shape"], 2))

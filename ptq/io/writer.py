@@ -62,7 +62,8 @@ class Record(NamedTuple):
         shape, raw = torch.Size(self.shape), parts.get(self.file)
         local: dict[str, Any] = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
         if "bitmask" in local:
-            raw = local["weight"] = bitmask.masked(local, shape)
+            own = {part: local.pop(part) for part in bitmask.PARTS if part in local}
+            raw = local["weight"] = bitmask.masked(own, shape)
         if self.args is None or self.args.format == "dense":
             return raw
         return Stored(local, self.args, True, DTYPES[self.dtype], shape)

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 
 from ptq._tree import tensors, tree_map, with_tensors
 from ptq.numerics.lazy import Lazy, load
-from ptq.numerics.leaves import Leaf, Quantized, Scales, compressed, dense, nbytes
+from ptq.numerics.leaves import Leaf, Quantized, Scales, compressed, dense, nbytes, rounded
 from ptq.numerics.tiles import spread, tile_of
 
 
@@ -148,6 +148,11 @@ class Converted(Lazy):
 @compressed.register
 def _(leaf: Converted) -> bool:
     return any(compressed(source) for _, _, source in leaf.sources)
+
+
+@rounded.register
+def _(leaf: Converted) -> bool:
+    return any(rounded(source) for _, _, source in leaf.sources)
 
 
 @nbytes.register

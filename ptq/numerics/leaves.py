@@ -163,7 +163,10 @@ def _(leaf: Quantized) -> Tensor:
 
 @dense.register
 def _(leaf: Sparse) -> Tensor:
-    return dense(leaf.values).masked_fill(~leaf.mask, 0)
+    values = dense(leaf.values)
+    if values.itemsize == 1:  # torch fills no float8, whose 0 is a byte of 0
+        return values.view(torch.uint8).masked_fill(~leaf.mask, 0).view(values.dtype)
+    return values.masked_fill(~leaf.mask, 0)
 
 
 @dense.register
@@ -173,7 +176,7 @@ def _(leaf: Transposed) -> Tensor:
 
 def unquantized(leaf: Leaf) -> Leaf:
     """The leaf, if a solve may still choose its values: refuses what is quantized already, pruned or not."""
-    if compressed(leaf.values if isinstance(leaf, Sparse) else leaf):
+    if rounded(leaf):
         raise BadInput("is quantized already, with loss; start from the original model, or decode this one (--decode)")
     return leaf
 
@@ -269,3 +272,19 @@ def _(leaf: Tensor) -> bool:
 @compressed.register
 def _(leaf: Transposed) -> bool:
     return compressed(leaf.leaf)
+
+
+@singledispatch
+def rounded(leaf: Leaf) -> bool:
+    """Whether a leaf's values were rounded to a grid; pruning alone does not do that."""
+    return compressed(leaf)
+
+
+@rounded.register
+def _(leaf: Sparse) -> bool:
+    return rounded(leaf.values)
+
+
+@rounded.register
+def _(leaf: Transposed) -> bool:
+    return rounded(leaf.leaf)
