@@ -66,7 +66,8 @@ class Masked(Lazy):
         if held.numel() != int(mask.sum()):
             self._refuse("compressed", f"{held.numel()} values, expected {int(mask.sum())}, one for each bit")
         values = torch.zeros(self.shape, dtype=self.dtype)
-        values[mask] = held
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+        values.view(bits)[mask] = held.view(bits)  # torch puts no float8
         return Sparse(values, mask, self.pattern)
 
     def _mask(self) -> Tensor:
