@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -12,10 +13,11 @@ import torch
 from torch import nn
 
 from ptq.base import State
-from ptq.errors import BadInput, PtqError
+from ptq.errors import BadInput, Notice, PtqError
+from ptq.io.activations import Maps, read_maps
 from ptq.io.compressed_tensors import collected
 from ptq.io.files import read_json
-from ptq.io.quantization_config import KEYS
+from ptq.io.quantization_config import KEYS, parse
 from ptq.io.safetensors import OnDisk, headers
 from ptq.models.model import Model
 from ptq.models.naming import Reading, assigned, names_in_files, read
@@ -66,12 +68,12 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
         what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
         raise BadInput(f"{where}: {what}")
     config = _config(where, trust_remote_code)
-    quantization = [vars(config).pop(key, None) for key in KEYS]
+    quantization = next(filter(None, [vars(config).pop(key, None) for key in KEYS]), None)
     entries = headers(where)
     dtype = checkpoint_dtype(entries.values())
     with foreign(where / "config.json"):
         skeleton: Any = from_config(_model_class(config, where, trust_remote_code), config, dtype)
-    reading = read(skeleton, joined(skeleton, entries, next(filter(None, quantization), None), dtype, where))
+    reading = read(skeleton, joined(skeleton, entries, quantization, dtype, where))
     remember_conversions(skeleton, reading.conversions)
     params, tied = _parameters(skeleton, reading, where)
     if not params:
@@ -80,7 +82,8 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     if (where / "generation_config.json").is_file() and getattr(skeleton, "generation_config", None) is not None:
         with foreign(where / "generation_config.json"):
             skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
-    return Model(skeleton, State(params), tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
+    state = State(params, _maps(skeleton, reading, entries, quantization, where))
+    return Model(skeleton, state, tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
 
 
 def joined(
@@ -89,6 +92,22 @@ def joined(
     """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
     if quantization is None:
         return entries
+    return collected(entries, quantization, _classes(skeleton, entries), dtype, where)
+
+
+def _maps(skeleton: nn.Module, reading: Reading, entries: Mapping[str, OnDisk], quantization: Any, where: Path) -> Maps:
+    config = None if quantization is None else parse(quantization, where)
+    if config is not None and config.transforms:
+        warnings.warn(f"{where}: its config also has transforms, which are not read", Notice, stacklevel=3)
+    if config is None or not config.beyond:
+        return {}
+    what = f"its config also quantizes {config.beyond}; that is kept, but only weights are computed with"
+    warnings.warn(f"{where}: {what}", Notice, stacklevel=3)
+    return read_maps(skeleton, reading, entries, config, _classes(skeleton, entries), where)
+
+
+def _classes(skeleton: nn.Module, entries: Iterable[str]) -> Callable[[str], Sequence[str]]:
+    """Name of a weight in a file -> class names of its module."""
     names = assigned(skeleton, {f"{name.rpartition('.')[0]}.weight" for name in entries})
 
     def classes(weight: str) -> list[str]:
@@ -96,7 +115,7 @@ def joined(
             return ["Linear", "Module"]
         return [c.__name__ for c in type(skeleton.get_submodule(names[weight].rpartition(".")[0])).__mro__]
 
-    return collected(entries, quantization, classes, dtype, where)
+    return classes
 
 
 def _parameters(skeleton: nn.Module, reading: Reading, where: Path) -> tuple[dict[str, Leaf], dict[str, str]]:

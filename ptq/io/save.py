@@ -218,7 +218,7 @@ def _lasting(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_config(model: Model, writer: Writer, directory: Path) -> None:
-    quantization = dump(writer.modules, writer.ignored(), writer.by_class) if writer.modules else None
+    quantization = _quantization(writer)
     if model.config is None:
         table = {"architectures": [type(model.module).__name__], "quantization_config": quantization}
         write_json(directory / "config.json", table)
@@ -235,6 +235,13 @@ def _write_config(model: Model, writer: Writer, directory: Path) -> None:
     unfinished = directory / "config.json.partial"
     config.to_json_file(unfinished)
     unfinished.replace(directory / "config.json")
+
+
+def _quantization(writer: Writer) -> dict[str, Any] | None:
+    modules, attention, cache = writer.modules, writer.attention, writer.cache
+    if not (modules or attention or cache):
+        return None
+    return dump(modules, writer.ignored() if modules else [], writer.by_class, attention, cache)
 
 
 def _carry_files(model: Model, directory: Path) -> None:

@@ -64,6 +64,7 @@ def digest(value: Any) -> str:
 def _source(model: Model) -> Iterator[Any]:
     for name, leaf in model.params.items():
         yield name, type(leaf).__name__, () if isinstance(leaf, Lazy) else tensors(leaf)
+    yield model.state.maps
     yield repr(model.module)
     yield None if model.config is None else model.config.to_json_string(use_diff=False)
     yield list(model.module.named_buffers())
