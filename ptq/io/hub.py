@@ -17,8 +17,9 @@ from ptq.errors import BadInput, Notice, PtqError
 from ptq.io.activations import Maps, read_maps
 from ptq.io.compressed_tensors import collected
 from ptq.io.files import read_json
+from ptq.io.foreign import Source, quantization_of, translated
 from ptq.io.quantization_config import KEYS, parse
-from ptq.io.safetensors import OnDisk, headers
+from ptq.io.safetensors import headers
 from ptq.models.model import Model
 from ptq.models.naming import Reading, assigned, names_in_files, read
 from ptq.models.skeleton import aliases, checkpoint_dtype, from_config, remember_conversions, set_buffers
@@ -68,12 +69,11 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
         what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
         raise BadInput(f"{where}: {what}")
     config = _config(where, trust_remote_code)
-    quantization = next(filter(None, [vars(config).pop(key, None) for key in KEYS]), None)
-    entries = headers(where)
-    dtype = checkpoint_dtype(entries.values())
+    source = translated(headers(where), quantization_of([vars(config).pop(key, None) for key in KEYS], where), where)
+    dtype = checkpoint_dtype(source.entries.values())
     with foreign(where / "config.json"):
         skeleton: Any = from_config(_model_class(config, where, trust_remote_code), config, dtype)
-    reading = read(skeleton, joined(skeleton, entries, quantization, dtype, where))
+    reading = read(skeleton, joined(skeleton, source, dtype, where))
     remember_conversions(skeleton, reading.conversions)
     params, tied = _parameters(skeleton, reading, where)
     if not params:
@@ -82,28 +82,27 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     if (where / "generation_config.json").is_file() and getattr(skeleton, "generation_config", None) is not None:
         with foreign(where / "generation_config.json"):
             skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
-    state = State(params, _maps(skeleton, reading, entries, quantization, where))
+    state = State(params, _maps(skeleton, reading, source, where))
     return Model(skeleton, state, tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
 
 
-def joined(
-    skeleton: nn.Module, entries: Mapping[str, OnDisk], quantization: Any, dtype: torch.dtype, where: Path
-) -> Mapping[str, Leaf]:
+def joined(skeleton: nn.Module, source: Source, dtype: torch.dtype, where: Path) -> Mapping[str, Leaf]:
     """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
-    if quantization is None:
-        return entries
-    return collected(entries, quantization, _classes(skeleton, entries), dtype, where)
+    if source.quantization is None:
+        return source.entries
+    classes = _classes(skeleton, source.entries)
+    return source.restored(collected(source.entries, source.quantization, classes, dtype, where))
 
 
-def _maps(skeleton: nn.Module, reading: Reading, entries: Mapping[str, OnDisk], quantization: Any, where: Path) -> Maps:
-    config = None if quantization is None else parse(quantization, where)
+def _maps(skeleton: nn.Module, reading: Reading, source: Source, where: Path) -> Maps:
+    config = None if source.quantization is None else parse(source.quantization, where)
     if config is not None and config.transforms:
         warnings.warn(f"{where}: its config also has transforms, which are not read", Notice, stacklevel=3)
     if config is None or not config.beyond:
         return {}
     what = f"its config also quantizes {config.beyond}; that is kept, but only weights are computed with"
     warnings.warn(f"{where}: {what}", Notice, stacklevel=3)
-    return read_maps(skeleton, reading, entries, config, _classes(skeleton, entries), where)
+    return read_maps(skeleton, reading, source.entries, config, _classes(skeleton, source.entries), where)
 
 
 def _classes(skeleton: nn.Module, entries: Iterable[str]) -> Callable[[str], Sequence[str]]:

@@ -136,7 +136,8 @@ def _parse(raw: Any, where: Path) -> Config:
     table: dict[str, Any] = raw.get("quantization_config") or raw
     method = table.get("quant_method", "compressed-tensors")
     if method != "compressed-tensors":
-        raise BadInput(f"{where}: quantized by {method!r}, which is not read; expected compressed-tensors or nothing")
+        known = "compressed-tensors, fp8, mxfp4, modelopt or nothing"
+        raise BadInput(f"{where}: quantized by {method!r}, which is not read; expected {known}")
     groups: dict[str, Any] = {n: g for n, g in table.get("config_groups", {}).items() if any(map(g.get, _ROLES))}
     cache: Any = table.get("kv_cache_scheme")
     ignore: tuple[Any, ...] = tuple(table.get("ignore") or ())

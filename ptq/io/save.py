@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ptq.base import Params, State
 from ptq.errors import BadInput
 from ptq.io.files import read_json, write_json
+from ptq.io.foreign import MODELOPT_CONFIG
 from ptq.io.job import JOURNAL, Past, Report, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
 from ptq.io.output import RECORD, check_output, locked, partial, swap, tidy
@@ -28,6 +29,8 @@ from ptq.models.skeleton import checkpoint_dtype
 from ptq.numerics.leaves import compressed
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz"}
+_OWN_FILES = ("config.json", MODELOPT_CONFIG, RECORD)
+"""what is written anew, or says how the source was compressed"""
 _TIMES = ("seconds", "peak_bytes")
 """what differs between two runs of one job, and so has no place in its result"""
 
@@ -248,7 +251,7 @@ def _carry_files(model: Model, directory: Path) -> None:
     """Files of the source that are no weights; what a source without files lacks is made from the model."""
     if model.source is not None and model.source.is_dir():
         for entry in sorted(model.source.iterdir()):
-            if entry.name.startswith(".") or entry.name.endswith(".partial") or entry.name in ("config.json", RECORD):
+            if entry.name.startswith(".") or entry.name.endswith(".partial") or entry.name in _OWN_FILES:
                 continue
             if entry.is_file() and not _is_weights(entry):
                 shutil.copyfile(entry, directory / entry.name)

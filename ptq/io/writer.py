@@ -13,6 +13,7 @@ from ptq.errors import BadInput
 from ptq.io.activations import arguments as arguments_of, attention_maps, named_tensors, weight_maps
 from ptq.io.compressed_tensors import Stored, zeroed
 from ptq.io.files import read_json
+from ptq.io.foreign import quantization_of, translated
 from ptq.io.hub import joined
 from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded
 from ptq.io.quantization_config import KEYS, Args, Quantizers
@@ -289,10 +290,10 @@ def _unused(model: Model) -> dict[str, Leaf]:
     """Tensors of the source's files that the model's class has no place for: carried along."""
     if model.source is None or not model.source.is_dir():
         return {}
-    entries = headers(model.source)
     config = read_json(model.source / "config.json")
-    quantization = next(filter(None, map(config.get, KEYS)), None)
-    leaves = joined(model.module, entries, quantization, checkpoint_dtype(entries.values()), model.source)
+    quantization = quantization_of([config.get(key) for key in KEYS], model.source)
+    source = translated(headers(model.source), quantization, model.source)
+    leaves = joined(model.module, source, checkpoint_dtype(source.entries.values()), model.source)
     return {name: leaves[name] for name in read(model.module, leaves).unused}
 
 
