@@ -29,6 +29,11 @@ class State(NamedTuple):
     maps: dict[str, tuple[Any, ...]] = {}
     """Activation maps: a weight (this read of its input only), "<weight>@out", "<attention>@q|k|p|v" -> maps."""
 
+    def with_params(self, params: Params) -> State:
+        """Other parameters; a weight that is no longer what it was loses its maps, whose scales were chosen for it."""
+        other = {name for name, leaf in params.items() if leaf is not self.params.get(name)}
+        return State(params, {key: maps for key, maps in self.maps.items() if key.partition("@")[0] not in other})
+
 
 class Link(NamedTuple):
     """A norm and the weights that read its output: what a change of variables acts on.

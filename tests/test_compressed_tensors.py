@@ -16,7 +16,7 @@ from checkpoints import CASES, GOLDEN, golden, quantized, same_bits
 from ptq.errors import BadInput
 from ptq.io.compressed_tensors import Stored, collected, zeroed
 from ptq.io.layouts import arguments, encoded, frozen
-from ptq.io.quantization_config import Args, dump, parse
+from ptq.io.quantization_config import Args, Quantizers, dump, parse
 from ptq.io.safetensors import headers
 from ptq.numerics.fits import quantize
 from ptq.numerics.grids import Float8, Int
@@ -38,7 +38,7 @@ def linear(_: str) -> list[str]:
 def written(directory: Path, args: Args, parts: dict[str, torch.Tensor], name: str = "m") -> tuple[Any, dict[str, Any]]:
     """Tensors through a real file, and the configuration that goes with them."""
     save_file({f"{name}.{part}": t.contiguous() for part, t in parts.items()}, directory / "model.safetensors")
-    return headers(directory), dump({args: [name]}, [])
+    return headers(directory), dump({Quantizers(args): [name]}, [])
 
 
 # Golden files
@@ -87,7 +87,7 @@ def test_golden_frozen_weights_have_their_scales_beside_them(case: str) -> None:
     leaf = quantize(w, scale, out.get("weight_zero_point"), grid)
     args, parts = frozen(leaf, "m")
     assert args.format == "dense"
-    assert dump({args: ["m"]}, [])["quantization_status"] == "frozen"
+    assert dump({Quantizers(args): ["m"]}, [])["quantization_status"] == "frozen"
     assert parts.keys() == out.keys()
     assert torch.equal(parts["weight"], dense(leaf))
     assert all(same_bits(parts[part], t) for part, t in out.items() if part != "weight")
@@ -238,12 +238,11 @@ def test_another_method_is_refused() -> None:
 # The configuration
 
 
-def test_activations_are_read_past_with_a_warning(tmp_path: Path) -> None:
+def test_activations_are_no_part_of_a_weight(tmp_path: Path) -> None:
     args, parts = encoded(quantized(4, 32, grid=Int(8), tiles="channel"), "int-quantized", "m")
     entries, table = written(tmp_path, args, {**parts, "input_scale": torch.ones(1)})
     table["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": False}
-    with pytest.warns(UserWarning, match="also quantizes input activations; only weights are read"):
-        leaves_ = collected(entries, table, linear, torch.float32, WHERE)
+    leaves_ = collected(entries, table, linear, torch.float32, WHERE)
     assert list(leaves_) == ["m.weight"]
 
 
@@ -270,25 +269,25 @@ def test_what_is_not_compressed_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_the_written_config_keeps_to_what_every_loader_takes() -> None:
     packed = Args("pack-quantized", 4, "int", True, "group", 64)
-    table = dump({packed: ["a", "b"]}, ["lm_head"])
+    table = dump({Quantizers(packed): ["a", "b"]}, ["lm_head"])
     group = table["config_groups"]["group_0"]
     assert group["targets"] == ["Linear"]
     assert group["weights"].keys() == SIX
     assert (table["format"], group["format"], table["ignore"]) == ("pack-quantized", "pack-quantized", ["lm_head"])
     assert table["quantization_status"] == "compressed"
     json.dumps(table)
-    assert dump({packed: ["a"]}, [], by_class=False)["config_groups"]["group_0"]["targets"] == ["a"]
+    assert dump({Quantizers(packed): ["a"]}, [], by_class=False)["config_groups"]["group_0"]["targets"] == ["a"]
 
 
 def test_several_schemes_are_told_apart_by_full_names() -> None:
-    table = dump({Args("pack-quantized", b, "int", True, "channel"): [f"m{b}"] for b in range(2, 9)}, [])
+    table = dump({Quantizers(Args("pack-quantized", b, "int", True, "channel")): [f"m{b}"] for b in range(2, 9)}, [])
     assert table["format"] == "pack-quantized"
     back = parse(table, WHERE)
     assert [back.args(f"m{b}", ["Linear"]).bits for b in range(2, 9)] == list(range(2, 9))  # type: ignore[union-attr]  # found
     mixed = dump(
         {
-            Args("pack-quantized", 4, "int", True, "channel"): ["a"],
-            Args("float-quantized", 8, "float", True, "tensor"): ["b"],
+            Quantizers(Args("pack-quantized", 4, "int", True, "channel")): ["a"],
+            Quantizers(Args("float-quantized", 8, "float", True, "tensor")): ["b"],
         },
         [],
     )
@@ -297,9 +296,8 @@ def test_several_schemes_are_told_apart_by_full_names() -> None:
 
 
 def test_group_names_sort_as_they_were_written() -> None:
-    groups = dump({Args("pack-quantized", 4, "int", True, "group", g): [f"m{g}"] for g in range(1, 14)}, [])[
-        "config_groups"
-    ]
+    schemes = [Args("pack-quantized", 4, "int", True, "group", g) for g in range(1, 14)]
+    groups = dump({Quantizers(args): [f"m{args.group_size}"] for args in schemes}, [])["config_groups"]
     assert list(groups) == sorted(groups)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ptq.errors import BadInput
-from ptq.io.compressed_tensors import ACTIVATIONS, CACHE, WEIGHT
+from ptq.io.activations import ACTIVATIONS, CACHE
+from ptq.io.compressed_tensors import WEIGHT
 from ptq.io.layouts import LAYOUTS, Part, expected, fits, grid_of
 from ptq.io.quantization_config import Args
 from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Entry, Finding, Module, Survey

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.errors import BadInput, Notice
+from ptq.errors import BadInput
+from ptq.io.activations import PARTS
 from ptq.io.bitmask import Masked
 from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of, inferred
 from ptq.io.quantization_config import Args, Config, parse
@@ -30,8 +30,6 @@ WEIGHT = (
     "weight_shape",
     "weight_g_idx",
 )
-ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
-CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,8 @@ def collected(
 ) -> dict[str, Leaf]:
     """The tensors of a compressed checkpoint with the parts of each weight made one leaf, `<module>.weight`.
 
+    What belongs to activations is left out; see `ptq.io.activations`.
+
     Args:
         entries: what the files hold.
         quantization: the config's `quantization_config`.
@@ -101,15 +101,12 @@ def collected(
         BadInput: a part is missing or of a wrong shape; a scheme is not read.
     """
     config = parse(quantization, where)
-    if config.beyond:
-        what = f"its config also quantizes {config.beyond}; only weights are read"
-        warnings.warn(f"{where}: {what}", Notice, stacklevel=2)
     modules: dict[str, dict[str, OnDisk | Masked]] = {}
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")
         if part in WEIGHT:
             modules.setdefault(module, {})[part] = entry
-    extra = ACTIVATIONS + CACHE if config.beyond else ()
+    extra = PARTS if config.beyond else ()
     leaves: dict[str, Leaf] = {n: e for n, e in entries.items() if n.rpartition(".")[2] not in (*WEIGHT, *extra)}
     for module, parts in modules.items():
         name = f"{module}.weight" if module else "weight"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 
 from ptq.base import State
-from ptq.errors import BadInput, PtqError
+from ptq.errors import BadInput, Notice, PtqError
 from ptq.io import bitmask
+from ptq.io.activations import Maps, read_maps
 from ptq.io.compressed_tensors import collected
 from ptq.io.files import read_json
-from ptq.io.quantization_config import KEYS
-from ptq.io.safetensors import OnDisk, headers
+from ptq.io.foreign import Source, quantization_of, translated
+from ptq.io.quantization_config import KEYS, parse
+from ptq.io.safetensors import headers
 from ptq.models.model import Model
 from ptq.models.naming import Reading, assigned, names_in_files, read
 from ptq.models.skeleton import aliases, checkpoint_dtype, from_config, remember_conversions, set_buffers
@@ -83,11 +86,11 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     if not (where / "config.json").is_file():
         what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
         raise BadInput(f"{where}: {what}")
-    quantization = next(filter(None, map(read_json(where / "config.json").get, KEYS)), None)
-    entries = headers(where)
-    dtype = checkpoint_dtype(entries.values())
+    given = [read_json(where / "config.json").get(key) for key in KEYS]
+    source = translated(headers(where), quantization_of(given, where), where)
+    dtype = checkpoint_dtype(source.entries.values())
     skeleton: Any = skeleton_of(where, trust_remote_code, dtype)
-    reading = read(skeleton, joined(skeleton, entries, quantization, dtype, where))
+    reading = read(skeleton, joined(skeleton, source, dtype, where))
     remember_conversions(skeleton, reading.conversions)
     params, tied = _parameters(skeleton, reading, where)
     if not params:
@@ -96,7 +99,8 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     if (where / "generation_config.json").is_file() and getattr(skeleton, "generation_config", None) is not None:
         with foreign(where / "generation_config.json"):
             skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
-    return Model(skeleton, State(params), tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
+    state = State(params, _maps(skeleton, reading, source, where))
+    return Model(skeleton, state, tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
 
 
 def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -108,21 +112,36 @@ def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype
         return from_config(_model_class(config, where, trust_remote_code), config, dtype)
 
 
-def joined(
-    skeleton: nn.Module, entries: Mapping[str, OnDisk], quantization: Any, dtype: torch.dtype, where: Path
-) -> Mapping[str, Leaf]:
+def joined(skeleton: nn.Module, source: Source, dtype: torch.dtype, where: Path) -> Mapping[str, Leaf]:
     """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
-    parts = bitmask.joined(entries, where)
-    if quantization is None:
+    parts = bitmask.joined(source.entries, where)
+    if source.quantization is None:
         return parts
-    names = assigned(skeleton, {f"{name.rpartition('.')[0]}.weight" for name in parts})
+    classes = _classes(skeleton, parts)
+    return source.restored(collected(parts, source.quantization, classes, dtype, where))
+
+
+def _maps(skeleton: nn.Module, reading: Reading, source: Source, where: Path) -> Maps:
+    config = None if source.quantization is None else parse(source.quantization, where)
+    if config is not None and config.transforms:
+        warnings.warn(f"{where}: its config also has transforms, which are not read", Notice, stacklevel=3)
+    if config is None or not config.beyond:
+        return {}
+    what = f"its config also quantizes {config.beyond}; that is kept, but only weights are computed with"
+    warnings.warn(f"{where}: {what}", Notice, stacklevel=3)
+    return read_maps(skeleton, reading, source.entries, config, _classes(skeleton, source.entries), where)
+
+
+def _classes(skeleton: nn.Module, entries: Iterable[str]) -> Callable[[str], Sequence[str]]:
+    """Name of a weight in a file -> class names of its module."""
+    names = assigned(skeleton, {f"{name.rpartition('.')[0]}.weight" for name in entries})
 
     def classes(weight: str) -> list[str]:
         if weight not in names:  # a piece of a stack of experts: a linear wherever experts are modules
             return ["Linear", "Module"]
         return [c.__name__ for c in type(skeleton.get_submodule(names[weight].rpartition(".")[0])).__mro__]
 
-    return collected(parts, quantization, classes, dtype, where)
+    return classes
 
 
 def _parameters(skeleton: nn.Module, reading: Reading, where: Path) -> tuple[dict[str, Leaf], dict[str, str]]:

@@ -33,6 +33,8 @@ from ptq.numerics.packing import pack, pack_bytes, pack_down, unpack, unpack_byt
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = tuple(Int(bits) for bits in range(1, 9))
 FP4, FP6 = Minifloat(1), Minifloat(3)
+SCALE_GRIDS: Mapping[str | None, ScaleGrid] = {"torch.float8_e4m3fn": Float8(), "torch.uint8": PowersOfTwo()}
+"""what a config calls the grids that scales are rounded to"""
 
 
 class Layout(NamedTuple):

@@ -6,17 +6,19 @@ Both are functions of names alone, so that what they disagree on can be told fro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
-def library_target(targets: Iterable[str], name: str, classes: Sequence[str]) -> str | None:
+def library_target(targets: Collection[str], name: str, classes: Sequence[str]) -> str | None:
     """compressed-tensors, and so transformers: the exact name, then regexes by their text, then classes.
 
     >>> library_target(["re:.*self_attn.*", "re:.*layers.*"], "layers.4.self_attn.o_proj", ["Linear"])
     're:.*layers.*'
     """
-    ranked = sorted(targets, key=lambda target: (target != name, not target.startswith("re:"), target))
-    return next((target for target in ranked if named(target, name) or target in classes), None)
+    if name in targets:
+        return name
+    patterns = (target for target in targets if target.startswith("re:") and named(target, name))
+    return min(patterns, default=None) or min((kind for kind in classes if kind in targets), default=None)
 
 
 def library_ignores(ignore: Iterable[str], name: str, classes: Sequence[str]) -> bool:

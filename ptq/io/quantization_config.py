@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ptq.errors import BadInput
+from ptq.io.matching import library_target
 
 VERSION = "0.20.1"  # the compressed-tensors whose layout is written; 0.18 changed how 3, 5, 6 and 7 bits are packed
 
@@ -20,12 +23,16 @@ KEYS = ("quantization_config", "compression_config")
 """where a config has it, the old name last"""
 
 
+_ROLES = ("weights", "input_activations", "output_activations")
 _BITS = {"int": range(1, 9), "float": (4, 6, 8)}
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+_DYNAMIC = ("tensor", "token", "group", "tensor_group")
+_STATIC = ("tensor", "attn_head")
+_LOCAL = ("tensor_group",)
 
 
 class Args(NamedTuple):
-    """How the weights of some modules are stored."""
+    """How the weights of some modules are stored, or how activations are rounded."""
 
     format: str | None
     bits: int
@@ -33,22 +40,39 @@ class Args(NamedTuple):
     """int or float"""
     symmetric: bool
     strategy: str
-    """tensor, channel, group, tensor_group (groups whose scales share a divisor) or block"""
+    """tensor, channel, group, tensor_group (groups whose scales share a divisor) or block; token, attn_head"""
     group_size: int | None = None
     block: tuple[int, int] | None = None
     """rows, columns"""
     scale_dtype: str | None = None
     """of scales that are no floats"""
+    dynamic: bool | str = False
+    """of activations: whether scales are found when they are used; "local": but for a divisor, which is stored"""
+
+
+class Quantizers(NamedTuple):
+    """All that is quantized of a module."""
+
+    weights: Args | None
+    inputs: Args | None = None
+    outputs: Args | None = None
 
 
 class Group(NamedTuple):
     """Modules and their scheme."""
 
     targets: tuple[str, ...]
-    weights: Args
+    weights: Args | None
+    inputs: Args | None = None
+    outputs: Args | None = None
+
+    @property
+    def quantizers(self) -> Quantizers:
+        return Quantizers(*self[1:])
 
 
-class Config(NamedTuple):
+@dataclass(frozen=True)
+class Config:
     """What a reader needs to know."""
 
     groups: tuple[Group, ...]
@@ -56,21 +80,38 @@ class Config(NamedTuple):
     version: tuple[int, ...]
     packed: bool
     """False where weights are stored in float, with the scales they were rounded by beside them"""
+    cache: Args | None
+    """how keys and values are rounded"""
     beyond: str
-    """what the file asks for besides weights, in words; empty: nothing"""
+    """what the file quantizes besides weights, in words; empty: nothing"""
+    transforms: bool
+    """whether the model has changes of variables that are computed as it runs"""
 
     def args(self, name: str, classes: Sequence[str]) -> Args | None:
+        """How the weights of a module are stored."""
+        return self.quantizers(name, classes).weights
+
+    def quantizers(self, name: str, classes: Sequence[str]) -> Quantizers:
         """The scheme of a module, in the library's order: exact name, then regexes by their text, then classes.
 
         Args:
             name: the module's name in the checkpoint.
             classes: its class and the classes that it inherits from.
         """
-        if any(_matches(pattern, name, classes) for pattern in self.ignore):
-            return None
-        table = {target: group.weights for group in self.groups for target in group.targets}
-        ranked = sorted(table, key=lambda target: (target != name, not target.startswith("re:"), target))
-        return next((table[target] for target in ranked if _matches(target, name, classes)), None)
+        if library_target(self._ignored, name, classes) is not None:
+            return Quantizers(None)
+        target = library_target(self._table, name, classes)
+        return Quantizers(None) if target is None else self._table[target]
+
+    @cached_property
+    def _table(self) -> dict[str, Quantizers]:
+        """By target, regexes in their order: a checkpoint of experts may name each of its modules."""
+        table = {target: group.quantizers for group in self.groups for target in group.targets}
+        return dict(sorted(table.items()))
+
+    @cached_property
+    def _ignored(self) -> dict[str, None]:
+        return dict.fromkeys(self.ignore)
 
 
 def parse(raw: Any, where: Path) -> Config:
@@ -96,22 +137,31 @@ def _parse(raw: Any, where: Path) -> Config:
     table: dict[str, Any] = raw.get("quantization_config") or raw
     method = table.get("quant_method", "compressed-tensors")
     if method != "compressed-tensors":
-        raise BadInput(f"{where}: quantized by {method!r}, which is not read; expected compressed-tensors or nothing")
-    groups: dict[str, Any] = {n: g for n, g in table.get("config_groups", {}).items() if g.get("weights")}
+        known = "compressed-tensors, fp8, mxfp4, modelopt or nothing"
+        raise BadInput(f"{where}: quantized by {method!r}, which is not read; expected {known}")
+    groups: dict[str, Any] = {n: g for n, g in table.get("config_groups", {}).items() if any(map(g.get, _ROLES))}
+    cache: Any = table.get("kv_cache_scheme")
+    ignore: tuple[Any, ...] = tuple(table.get("ignore") or ())
+    if not all(isinstance(target, str) for target in ignore):
+        raise TypeError(f"ignore {ignore}")
     digits = re.findall(r"\d+", str(table.get("version", VERSION)))
     return Config(
         groups=tuple(_group(name, group, table, where) for name, group in groups.items()),
-        ignore=tuple(table.get("ignore") or ()),
+        ignore=ignore,
         version=tuple(int(d) for d in digits[:2]),
         packed=table.get("quantization_status", "compressed") == "compressed",
+        cache=_activation_args("kv_cache_scheme", cache, where) if cache else None,
         beyond=", ".join(_beyond(table)),
+        transforms=bool((table.get("transform_config") or {}).get("config_groups")),
     )
 
 
 def dump(
-    modules: Mapping[Args, Sequence[str]],
+    modules: Mapping[Quantizers, Sequence[str]],
     ignore: Sequence[str],
     by_class: bool = True,
+    attention: Mapping[Args, Sequence[str]] = {},
+    cache: Args | None = None,
     sparsity: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The configuration of a checkpoint.
@@ -122,78 +172,114 @@ def dump(
         by_class: whether a class may be the target where all have one scheme; transformers and vLLM both take it for
             every linear not ignored, fused ones and experts too. Else targets are full names, which are disjoint, so
             that the two orders of matching cannot differ.
+        attention: how queries, keys and values are rounded -> classes of attention modules.
+        cache: how keys and values are rounded.
         sparsity: the `sparsity_config` of pruned weights that are not stored dense, which no loader of today takes.
     """
-    formats = {str(args.format) for args in modules} or {"dense"}
-    groups = {
-        f"group_{i:03}" if len(modules) > 10 else f"group_{i}": {  # loaders sort these names as text
-            "targets": ["Linear"] if by_class and len(modules) == 1 else list(names),
-            "weights": _weights(args),
-            "input_activations": None,
-            "output_activations": None,
-            "format": args.format,
-        }
-        for i, (args, names) in enumerate(modules.items())
-    }
+    formats = {str(quantizers.weights.format) for quantizers in modules if quantizers.weights}
+    whole = by_class and len(modules) == 1
+    listed = [_scheme(quantizers, ["Linear"] if whole else names) for quantizers, names in modules.items()]
+    listed += [_scheme(Quantizers(None, args), classes) for args, classes in attention.items()]
     return {
         "quant_method": "compressed-tensors",
         "version": VERSION,
-        "format": next(iter(formats)) if len(formats) == 1 else "mixed-precision",
+        "format": "mixed-precision" if len(formats) > 1 else next(iter(formats), "dense"),
         "quantization_status": "frozen" if formats == {"dense"} else "compressed",
-        "config_groups": groups,
+        # Loaders sort these names as text.
+        "config_groups": {f"group_{i:03}" if len(listed) > 10 else f"group_{i}": g for i, g in enumerate(listed)},
         "ignore": list(ignore),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": _fields(cache),
         "sparsity_config": dict(sparsity or {}),
         "transform_config": {},
         "global_compression_ratio": None,
     }
 
 
-def _weights(args: Args) -> dict[str, Any]:
+def _scheme(quantizers: Quantizers, targets: Sequence[str]) -> dict[str, Any]:
+    weights, inputs, outputs = quantizers
+    return {
+        "targets": list(targets),
+        "weights": _fields(weights),
+        "input_activations": _fields(inputs),
+        "output_activations": _fields(outputs),
+        "format": weights.format if weights else None,
+    }
+
+
+def _fields(args: Args | None) -> dict[str, Any] | None:
     """Six fields that every reader knows, and what the format cannot be told without."""
+    if args is None:
+        return None
     fields = {
         "num_bits": args.bits,
         "type": args.kind,
         "symmetric": args.symmetric,
         "strategy": args.strategy,
         "group_size": args.group_size,
-        "dynamic": False,
+        "dynamic": args.dynamic,
     }
-    told = args.format in ("mxfp6-pack-quantized", "mxfp8-quantized")
+    told = args.scale_dtype and args.format in ("mxfp6-pack-quantized", "mxfp8-quantized", None)
     block = {"block_structure": list(args.block)} if args.block else {}
     return fields | block | ({"scale_dtype": args.scale_dtype} if told else {})
 
 
 def _group(name: str, group: Mapping[str, Any], table: Mapping[str, Any], where: Path) -> Group:
-    weights: dict[str, Any] = group["weights"]
     form = group.get("format") or table.get("format")
-    size, block = weights.get("group_size"), weights.get("block_structure")
-    if isinstance(block, str):  # "128x128" in old files
-        block = block.lower().split("x")
-    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = weights.get("strategy") or inferred
+    weights, *activations = (group.get(role) for role in _ROLES)
+    return Group(
+        tuple(group.get("targets") or ()),
+        _weight_args(name, weights, form, where) if weights else None,
+        *(_activation_args(name, given, where) if given else None for given in activations),
+    )
+
+
+def _weight_args(name: str, raw: Any, form: str | None, where: Path) -> Args:
     if form == "marlin-24":
         raise BadInput(f"{where}: {name}: format marlin-24 is not read; start from the weights that it was made of")
+    args = _args(name, raw, form, where)._replace(dynamic=False)
+    if args.bits not in _BITS.get(args.kind, ()) or args.strategy not in _STRATEGIES:
+        what = f"{args.kind} {args.bits} bit, strategy {args.strategy}, format {form}"
+        raise BadInput(f"{where}: {name}: {what} is not read; expected int of 1 to 8 bits or float of 4, 6 or 8")
+    return args
+
+
+def _activation_args(name: str, raw: Any, where: Path) -> Args:
+    args = _args(name, raw, None, where)
+    strategies = _STATIC if args.dynamic is False else _LOCAL if args.dynamic == "local" else _DYNAMIC
+    if args.bits not in _BITS.get(args.kind, ()) or args.strategy not in strategies:
+        what = f"{args.kind} {args.bits} bit, strategy {args.strategy}, dynamic {args.dynamic}"
+        raise BadInput(f"{where}: {name}: activations in {what} are not read; remove them from the config")
+    return args
+
+
+def _args(name: str, raw: Any, form: str | None, where: Path) -> Args:
+    size, block = raw.get("group_size"), raw.get("block_structure")
+    if isinstance(block, str):  # "128x128" in old files
+        block = block.lower().split("x")
+    strategy = raw.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     args = Args(
         format=form,
-        bits=weights.get("num_bits", 8),
-        kind=str(weights.get("type", "int")).lower(),
-        symmetric=weights.get("symmetric", True),
+        bits=raw.get("num_bits", 8),
+        kind=str(raw.get("type", "int")).lower(),
+        symmetric=raw.get("symmetric", True),
         strategy=strategy,
         group_size=size if strategy in ("group", "tensor_group") else None,
         block=(int(block[0]), int(block[1])) if block and strategy == "block" else None,
-        scale_dtype=weights.get("scale_dtype"),
+        scale_dtype=_dtype_name(raw.get("scale_dtype")),
+        dynamic=raw.get("dynamic", False),
     )
-    if type(args.bits) is not int:
-        raise TypeError(f"num_bits {args.bits!r}")
+    if type(args.bits) is not int or args.dynamic not in (False, True, "local"):
+        raise TypeError(f"num_bits {args.bits!r}, dynamic {args.dynamic!r}")
     grouped = strategy in ("group", "tensor_group")
     if (grouped and not _positive(size)) or (strategy == "block" and not _positive(*args.block or (None,))):
         got = f"strategy {strategy} with group_size {size} and block_structure {block}"
         raise BadInput(f"{where}: {name}: {got}; expected sizes above 0")
-    if args.bits not in _BITS.get(args.kind, ()) or strategy not in _STRATEGIES:
-        what = f"{args.kind} {args.bits} bit, strategy {strategy}, format {form}"
-        raise BadInput(f"{where}: {name}: {what} is not read; expected int of 1 to 8 bits or float of 4, 6 or 8")
-    return Group(tuple(group.get("targets") or ()), args)
+    return args
+
+
+def _dtype_name(name: str | None) -> str | None:
+    """With the prefix, which writers leave out now and then."""
+    return None if name is None else f"torch.{name.removeprefix('torch.')}"
 
 
 def _positive(*sizes: Any) -> bool:
@@ -202,13 +288,5 @@ def _positive(*sizes: Any) -> bool:
 
 def _beyond(table: Mapping[str, Any]) -> list[str]:
     groups = table.get("config_groups", {}).values()
-    kinds = ("input_activations", "output_activations")
-    found = [kind.replace("_", " ") for kind in kinds if any(g.get(kind) for g in groups)]
-    found += ["KV cache"] if table.get("kv_cache_scheme") else []
-    return found + (["transforms"] if (table.get("transform_config") or {}).get("config_groups") else [])
-
-
-def _matches(target: str, name: str, classes: Sequence[str]) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), name) is not None
-    return target == name or target in classes
+    found = [role.replace("_", " ") for role in _ROLES[1:] if any(g.get(role) for g in groups)]
+    return [*found, "KV cache"] if table.get("kv_cache_scheme") else found

@@ -19,6 +19,7 @@ from ptq.errors import BadInput
 from ptq.io.bitmask import FORMATS as BITMASKS
 from ptq.io.check import check, damage, remarks
 from ptq.io.files import read_json, write_json
+from ptq.io.foreign import MODELOPT_CONFIG
 from ptq.io.job import JOURNAL, Past, Report, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
 from ptq.io.output import RECORD, check_output, locked, partial, swap, tidy
@@ -35,6 +36,8 @@ the weights. It stands at the top because loaders pass over what they do not kno
 targets makes vLLM refuse the model, dense or not; and one file has it all, which headers of shards do not."""
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz"}
 _FORMATS = ("dense", "frozen", *LAYOUTS, *BITMASKS)
+_OWN_FILES = ("config.json", MODELOPT_CONFIG, RECORD)
+"""what is written anew, or says how the source was compressed"""
 _TIMES = ("seconds", "peak_bytes")
 """what differs between two runs of one job, and so has no place in its result"""
 
@@ -237,9 +240,7 @@ def _lasting(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_config(model: Model, writer: Writer, directory: Path) -> None:
-    quantization, sparsity = None, writer.sparsity
-    if writer.modules or sparsity:
-        quantization = dump(writer.modules, writer.ignored(), writer.by_class, sparsity)
+    quantization = _quantization(writer)
     if model.config is None:
         table = {"architectures": [type(model.module).__name__], "quantization_config": quantization}
         write_json(directory / "config.json", table | ({PRUNED: writer.pruned} if writer.pruned else {}))
@@ -259,11 +260,19 @@ def _write_config(model: Model, writer: Writer, directory: Path) -> None:
     unfinished.replace(directory / "config.json")
 
 
+def _quantization(writer: Writer) -> dict[str, Any] | None:
+    modules, attention, cache = writer.modules, writer.attention, writer.cache
+    if not (modules or attention or cache or writer.sparsity):
+        return None
+    ignored = writer.ignored() if modules or writer.sparsity else []
+    return dump(modules, ignored, writer.by_class, attention, cache, writer.sparsity)
+
+
 def _carry_files(model: Model, directory: Path) -> None:
     """Files of the source that are no weights; what a source without files lacks is made from the model."""
     if model.source is not None and model.source.is_dir():
         for entry in sorted(model.source.iterdir()):
-            if entry.name.startswith(".") or entry.name.endswith(".partial") or entry.name in ("config.json", RECORD):
+            if entry.name.startswith(".") or entry.name.endswith(".partial") or entry.name in _OWN_FILES:
                 continue
             if entry.is_file() and not _is_weights(entry):
                 shutil.copyfile(entry, directory / entry.name)

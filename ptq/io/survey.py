@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ptq.io.activations import ACTIVATIONS, CACHE
 from ptq.io.bitmask import Masked
-from ptq.io.compressed_tensors import ACTIVATIONS, CACHE, WEIGHT
+from ptq.io.compressed_tensors import WEIGHT
 from ptq.io.layouts import LAYOUTS, inferred
 from ptq.io.quantization_config import KEYS, Args, Config, parse
 from ptq.io.safetensors import OnDisk

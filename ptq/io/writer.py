@@ -13,19 +13,22 @@ from torch import Tensor, nn
 
 from ptq.errors import BadInput
 from ptq.io import bitmask
+from ptq.io.activations import arguments as arguments_of, attention_maps, named_tensors, weight_maps
 from ptq.io.compressed_tensors import Stored, zeroed
 from ptq.io.files import read_json
+from ptq.io.foreign import quantization_of, translated
 from ptq.io.hub import joined
 from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded, frozen
-from ptq.io.quantization_config import KEYS, Args
+from ptq.io.quantization_config import KEYS, Args, Quantizers
 from ptq.io.safetensors import DTYPES, NAMES, headers
 from ptq.io.shards import Entry, ShardWriter
 from ptq.models.model import Model
-from ptq.models.naming import joint, names_in_files, read, written
+from ptq.models.naming import in_order, joint, names_in_files, read, written
 from ptq.models.skeleton import checkpoint_dtype, persistent_buffers
 from ptq.numerics.indexed import Indexed, simplest
 from ptq.numerics.lazy import load
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, finite, validate
+from ptq.numerics.maps import Map
 
 _ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
 
@@ -49,6 +52,12 @@ class Record(NamedTuple):
     """whether the class of its module says how it is stored"""
     sparsity: str = ""
     """what its zeros obey, if it is pruned"""
+    activations: dict[str, Args] = {}
+    """role (input, output; q, k, v of an attention module) -> how it is rounded"""
+
+    @property
+    def quantizers(self) -> Quantizers:
+        return Quantizers(self.args, self.activations.get("input"), self.activations.get("output"))
 
     @property
     def nbytes(self) -> int:
@@ -61,8 +70,9 @@ class Record(NamedTuple):
         parts = {part: entry.on_disk(part, directory) for part, entry in self.parts.items()}
         shape, raw = torch.Size(self.shape), parts.get(self.file)
         local: dict[str, Any] = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
-        if "bitmask" in local:
-            own = {part: local.pop(part) for part in bitmask.PARTS if part in local}
+        own = {part: local[part] for part in bitmask.PARTS if part in local}
+        local = {part: leaf for part, leaf in local.items() if part.startswith("weight")}
+        if "bitmask" in own:
             raw = local["weight"] = bitmask.masked(own, shape)
         if self.args is None or self.args.format == "dense":
             return raw
@@ -72,10 +82,14 @@ class Record(NamedTuple):
 def record(raw: Sequence[Any]) -> Record:
     """A record that was a line of JSON."""
     made = Record(*raw)
-    args = None if made.args is None else Args(*made.args)
-    if args is not None and args.block is not None:
-        args = args._replace(block=(args.block[0], args.block[1]))
-    return made._replace(parts={name: Entry(*entry) for name, entry in made.parts.items()}, args=args)
+    parts = {name: Entry(*entry) for name, entry in made.parts.items()}
+    activations = {role: _args(given) for role, given in made.activations.items()}
+    return made._replace(parts=parts, args=_args(made.args), activations=activations)
+
+
+def _args(raw: Sequence[Any] | None) -> Any:
+    args = None if raw is None else Args(*raw)
+    return args if args is None or args.block is None else args._replace(block=(args.block[0], args.block[1]))
 
 
 class Writer:
@@ -100,6 +114,7 @@ class Writer:
         declared: Any = getattr(model.module, "all_tied_weights_keys", model.aliases)
         self.tied = set(declared) == set(model.aliases)
         self._copies = {} if self.tied else dict(model.aliases)
+        self._maps = {} if form == "dense" else model.state.maps
         self._seen = {r.name for r in records}
         self._head: Any = getattr(model.module, "get_output_embeddings", lambda: None)()
         shapes = {name: leaf.shape for name, leaf in model.params.items()}
@@ -122,11 +137,11 @@ class Writer:
         return self.remarks | {r.name: r.note for r in self.records if r.note}
 
     @property
-    def modules(self) -> dict[Args, list[str]]:
-        """Names in the checkpoint of the compressed modules, by how they are stored."""
-        found: dict[Args, list[str]] = {}
-        for r in (r for r in self.records if r.args is not None):
-            found.setdefault(r.args, []).append(r.file.removesuffix(".weight"))  # type: ignore[arg-type]  # not None
+    def modules(self) -> dict[Quantizers, list[str]]:
+        """Names in the checkpoint of the modules of which something is quantized, by how it is."""
+        found: dict[Quantizers, list[str]] = {}
+        for r in (r for r in self.records if any(r.quantizers)):
+            found.setdefault(r.quantizers, []).append(r.file.removesuffix(".weight"))
         return found
 
     @property
@@ -147,6 +162,23 @@ class Writer:
             if part.endswith(".compressed") and part != r.file
         }
         return bitmask.config(self._form, counts) if counts else {}
+
+    @property
+    def cache(self) -> Args | None:
+        """How keys and values are rounded."""
+        found = {args for r in self.records for letter, args in r.activations.items() if letter in ("k", "v")}
+        if len(found) > 1:
+            raise BadInput(f"a checkpoint has one scheme for all of its cache, got {len(found)}; store it as dense")
+        return next(iter(found), None)
+
+    @property
+    def attention(self) -> dict[Args, list[str]]:
+        """Classes of attention modules whose queries are rounded too, by how they are."""
+        found: dict[Args, dict[str, None]] = {}
+        for r in (r for r in self.records if "q" in r.activations):
+            owner = type(self.model.module.get_submodule(r.name)).__name__
+            found.setdefault(r.activations["q"], {})[owner] = None
+        return {args: list(classes) for args, classes in found.items()}
 
     @property
     def by_class(self) -> bool:
@@ -177,6 +209,9 @@ class Writer:
         self.add({name: leaf for name, leaf in self.model.params.items() if name not in self._seen})
         for file, tensor in written(self.model.module, persistent_buffers(self.model.module)).items():
             self._store(file, tensor, file)  # whatever it holds: a mask's infinities are meant
+        for module, maps in attention_maps(self._maps).items():
+            record = Record(_attention_name(module, self._files), module, {}, "", [])
+            self.records.append(self._with_maps(record, maps))
         for file, leaf in _unused(self.model).items():
             self._write_leaf(file, leaf, file, loadable=True)
         return self._shards.close()
@@ -200,13 +235,17 @@ class Writer:
         made = written(self.model.module, group)
         name = next(iter(group))
         pieces = len(made) > len(group)  # a stack of experts, each a linear in the checkpoint
+        order = in_order(made)
         owner = self.model.module.get_submodule(name.rpartition(".")[0])
         for file, leaf in made.items():
             loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (_plain_linear(owner) or pieces)
             stored = self._write_leaf(file, leaf, name, loadable)
+            # What was rounded by other values than these, or is no longer compressed, has no use for the old scales.
+            kept = group[name] is self.model.params.get(name) and (stored.args or not compressed(leaf))
+            maps = weight_maps(self._maps, name, order.index(file), len(order)) if kept else {}
             # A class reaches experts that are dense here, and in some engines no head.
-            by_class = owner is not self._head if stored.args else not pieces
-            self.records[-1] = stored._replace(by_class=by_class)
+            by_class = owner is not self._head if stored.args or maps else not pieces
+            self.records[-1] = self._with_maps(stored._replace(by_class=by_class), maps)
 
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
         """Writes the tensors of a leaf."""
@@ -247,6 +286,14 @@ class Writer:
         }
         self.records.append(Record(file, name, made, NAMES[leaf.dtype], list(leaf.shape), args))
         return self.records[-1]
+
+    def _with_maps(self, stored: Record, maps: Mapping[str, Map]) -> Record:
+        """Writes what maps store, beside a weight or in an attention module, and accounts for it."""
+        module = stored.file.removesuffix(".weight")
+        made = {f"{module}.{part}": t for role, given in maps.items() for part, t in named_tensors(given, role).items()}
+        entries = {part: self._shards.write(part, t) for part, t in made.items()}
+        activations = {role: arguments_of(given) for role, given in maps.items()}
+        return stored._replace(parts=stored.parts | entries, activations=activations)
 
     def _store(self, file: str, tensor: Tensor, name: str, note: str = "") -> Record:
         """Writes a tensor as it is."""
@@ -292,8 +339,17 @@ def _unused(model: Model) -> dict[str, Leaf]:
     """Tensors of the source's files that the model's class has no place for: carried along."""
     if model.source is None or not model.source.is_dir():
         return {}
-    entries = headers(model.source)
     config = read_json(model.source / "config.json")
-    quantization = next(filter(None, map(config.get, KEYS)), None)
-    leaves = joined(model.module, entries, quantization, checkpoint_dtype(entries.values()), model.source)
+    quantization = quantization_of([config.get(key) for key in KEYS], model.source)
+    source = translated(headers(model.source), quantization, model.source)
+    leaves = joined(model.module, source, checkpoint_dtype(source.entries.values()), model.source)
     return {name: leaves[name] for name in read(model.module, leaves).unused}
+
+
+def _attention_name(module: str, files: Mapping[str, Sequence[str]]) -> str:
+    """The name in the checkpoint of a module that has parameters of its own names, such as projections."""
+    for name, (file, *_) in files.items():
+        own = name.removeprefix(f"{module}.")
+        if own != name and file.endswith(f".{own}"):
+            return file.removesuffix(f".{own}")
+    return module

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ptq.base import Params, State, Stats
-from ptq.errors import BadInput
 from ptq.models.interpret import Interpreter, Reader, Use, handle
 from ptq.models.model import Model
 from ptq.numerics.leaves import Leaf, compressed, dense
@@ -42,18 +41,11 @@ def call(model: Model, state: State, *args: Any, **kwargs: Any) -> Any:
     >>> call(model, State({"weight": torch.tensor([[1.0, 2.0]])}), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
     """
-    params = unmapped(state)
+    params = state.params
     if all(isinstance(leaf, Tensor) for leaf in params.values()):
         module = model.module if torch.compiler.is_compiling() else copy.deepcopy(model.module)
         return functional(module, named(params, model.aliases), args, kwargs)
     return interpreted(model, state, Decoder(params), args, kwargs)
-
-
-def unmapped(state: State) -> Params:
-    """The parameters of a state that can be run: refuses activation maps, which this version does not apply."""
-    if state.maps:
-        raise BadInput(f"activation maps ({next(iter(state.maps))}) are not run by this version; take State(params)")
-    return state.params
 
 
 def interpreted(
@@ -65,7 +57,7 @@ def interpreted(
     place: tuple[torch.device | str | None, torch.dtype | None] = (None, None),
 ) -> Any:
     """One forward in which `read` serves every parameter, on another device and in another dtype if these are given."""
-    params, (device, dtype) = unmapped(state), place
+    params, (device, dtype) = state.params, place
     handles = stand_ins(params, dtype, device)
     lossy = frozenset(name for name, leaf in params.items() if compressed(leaf))
     module = copy.deepcopy(model.module)
@@ -186,7 +178,7 @@ def measured(stats: Stats) -> Stats:
 def as_module(model: Model) -> nn.Module:
     """A stock module of its own with the same values, dense; tied parameters stay one parameter."""
     module = copy.deepcopy(model.module)
-    params = unmapped(model.state)
+    params = model.params
     values = {name: nn.Parameter(_own(leaf), requires_grad=False) for name, leaf in params.items()}
     for name, value in named(values, model.aliases).items():
         owner, _, leaf = name.rpartition(".")

@@ -108,6 +108,15 @@ def names_in_files(skeleton: nn.Module, shapes: Mapping[str, torch.Size]) -> dic
     }
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of a file in the order in which transformers stacks them: numbers by their value.
+
+    >>> in_order(["experts.10.w", "experts.9.w"])
+    ['experts.9.w', 'experts.10.w']
+    """
+    return sorted(names, key=dot_natural_key)
+
+
 def joint(skeleton: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
     """Groups of parameters that are written together, since a checkpoint keeps them in one tensor; mostly single."""
     converters: list[Any] = [

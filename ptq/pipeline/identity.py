@@ -65,6 +65,7 @@ def _source(model: Model) -> Iterator[Any]:
     for name, leaf in model.params.items():
         held = leaf.leaf if isinstance(leaf, Decoded) else leaf
         yield name, type(leaf).__name__, () if isinstance(held, Lazy) else tensors(held)
+    yield model.state.maps
     yield repr(model.module)
     yield None if model.config is None else model.config.to_json_string(use_diff=False)
     yield list(model.module.named_buffers())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptq.base import Clause, Link, Params, Sites, Stage, State, Transform
 from ptq.errors import BadInput
-from ptq.models.call import named, unmapped
+from ptq.models.call import named
 from ptq.models.model import Model
 from ptq.models.naming import names_in_files
 from ptq.models.probe import Segment, Trace, links, probe
@@ -87,7 +87,7 @@ def _oriented(leaf: Leaf) -> Leaf:
 
 
 def _untied(model: Model) -> Model:
-    return replace(model, state=State(named(unmapped(model.state), model.aliases)), aliases={})
+    return replace(model, state=model.state._replace(params=named(model.params, model.aliases)), aliases={})
 
 
 def _settled(model: Model, taken: set[str]) -> Model:

@@ -126,7 +126,7 @@ class Run:
             pass
         self._complete()
         made = {name: leaf for block in held for name, leaf in block.state.params.items()}
-        return replace(self.start, state=self.start.state._replace(params={n: made[n] for n in self.start.params}))
+        return replace(self.start, state=self.start.state.with_params({n: made[n] for n in self.start.params}))
 
     @property
     def report(self) -> dict[str, Any]:

@@ -1,0 +1,395 @@
+"""Checkpoints of other quantizers: written here by float64 arithmetic of its own, read as the same values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from conftest import llama_config, stock
+from ptq.base import targets
+from ptq.errors import BadInput
+from ptq.io.compressed_tensors import Stored
+from ptq.io.hub import load
+from ptq.io.safetensors import OnDisk
+from ptq.io.save import save
+from ptq.models.model import Model
+from ptq.numerics.leaves import compressed, dense
+from ptq.numerics.maps import FakeQuant, StaticQuant
+from ptq.numerics.schemes import scheme
+from ptq.pipeline.evaluate import perplexity
+from ptq.pipeline.run import compress
+from ptq.transforms.rtn import rtn
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only weights are computed with:UserWarning")
+WEIGHTS = "model.safetensors"
+UP = "model.layers.0.mlp.up_proj"
+MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+Written = tuple[dict[str, Tensor], Tensor]
+"""Tensors of a file and the float64 value that they stand for."""
+
+
+# Independent encoders
+
+
+def fp8_blocks(w: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales to multiply by, values."""
+    codes, values = torch.empty_like(w, dtype=torch.float8_e4m3fn), torch.empty_like(w, dtype=torch.float64)
+    scales = torch.empty(-(-w.shape[0] // rows), -(-w.shape[1] // columns))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = w[part].abs().max() / 448
+            codes[part] = (w[part].double() / scales[i, j].double()).float().to(torch.float8_e4m3fn)
+            values[part] = codes[part].double() * scales[i, j].double()
+    return codes, scales, values
+
+
+def fp4(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and values of the nearest numbers of e2m1."""
+    index = (t.abs()[..., None] - MAGNITUDES).abs().argmin(-1)
+    return (index + 8 * (t < 0)).to(torch.uint8), MAGNITUDES[index] * t.sign()
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def in_fp8_blocks(name: str, w: Tensor, block: int = 128) -> Written:
+    codes, scales, values = fp8_blocks(w, block, block)
+    return {name: codes, f"{name}_scale_inv": scales}, values
+
+
+def in_fp8_tensor(name: str, w: Tensor, suffix: str = "_scale_inv") -> Written:
+    codes, scales, values = fp8_blocks(w, *w.shape)
+    return {name: codes, f"{name}{suffix}": scales.reshape(())}, values
+
+
+def in_nvfp4(name: str, w: Tensor) -> Written:
+    groups = w.double().unflatten(-1, (-1, 16))
+    second = (w.abs().max() / (6 * 448)).float()
+    scales = (groups.abs().amax(-1) / 6 / second.double()).float().to(torch.float8_e4m3fn)
+    steps = scales.double() * second.double()
+    codes, values = fp4(groups / steps[..., None])
+    parts = {name: nibbles(codes.flatten(-2)), f"{name}_scale": scales, f"{name}_scale_2": second}
+    return parts, (values * steps[..., None]).flatten(-2)
+
+
+def in_mxfp4(stack: str, w: Tensor) -> Written:
+    """Of a parameter `[e, in, out]`."""
+    groups = w.mT.double().unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+    codes, values = fp4(groups / 2 ** exponents[..., None])
+    parts = {f"{stack}_blocks": nibbles(codes), f"{stack}_scales": (exponents + 127).to(torch.uint8)}
+    return parts, (values * 2 ** exponents[..., None]).flatten(-2).mT
+
+
+# Models
+
+
+def deepseek_config() -> Any:
+    from transformers import DeepseekV3Config
+
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    routed = {
+        "n_routed_experts": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 200,
+    }
+    sizes = {"vocab_size": 96, "hidden_size": 136, "intermediate_size": 264, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    return DeepseekV3Config(**sizes, **heads, **latent, **routed)
+
+
+def qwen3_config() -> Any:
+    from transformers import Qwen3Config
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    return Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+
+
+def gpt_oss_config() -> Any:
+    from transformers import GptOssConfig
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssConfig(**sizes, **heads, sliding_window=8)
+
+
+def rewritten(
+    config: Any, path: Path, encode: Callable[[str, Tensor], Written | None], table: Mapping[str, Any]
+) -> tuple[Path, Any]:
+    """A checkpoint in another layout, and transformers' own model with the values that it stands for."""
+    reference = stock(config)
+    reference.save_pretrained(path / "dense")
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, tensor in load_file(path / "dense" / WEIGHTS).items():
+        made, value = encode(name, tensor) or ({name: tensor}, tensor)
+        tensors |= made
+        values[name] = value.float().contiguous()
+    save_file(values, path / "dense" / WEIGHTS, metadata={"format": "pt"})
+    raw = json.loads((path / "dense" / "config.json").read_text())
+    source = path / "source"
+    source.mkdir()
+    save_file({n: t.contiguous() for n, t in tensors.items()}, source / WEIGHTS, metadata={"format": "pt"})
+    (source / "config.json").write_text(json.dumps(raw | ({"quantization_config": dict(table)} if table else {})))
+    return source, type(reference).from_pretrained(path / "dense")
+
+
+def linears(encode: Callable[[str, Tensor], Written]) -> Callable[[str, Tensor], Written | None]:
+    """Every matrix inside the blocks, but no router."""
+    return lambda n, w: encode(n, w) if w.ndim == 2 and ".layers." in n and "gate.weight" not in n else None
+
+
+def agrees(model: Model, reference: Any, atol: float = 1e-5) -> None:
+    ids = torch.arange(24).view(2, 12)
+    torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=1e-4, atol=atol)
+    for name, parameter in reference.named_parameters():
+        if name in model.params:
+            torch.testing.assert_close(dense(model.params[name]), parameter.detach(), rtol=1e-6, atol=1e-8)
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("config", [deepseek_config, qwen3_config])
+def test_float8_in_blocks_that_are_cut_off(config: Callable[[], Any], tmp_path: Path) -> None:
+    source, reference = rewritten(config(), tmp_path, linears(in_fp8_blocks), FP8)
+    model = load(source)
+    agrees(model, reference)
+    (found,) = model.state.maps[f"{UP}.weight"]
+    assert isinstance(found, FakeQuant)
+    assert (found.granularity, found.group_size) == ("group", 128)
+
+
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_float8_with_one_scale(suffix: str, tmp_path: Path) -> None:
+    def encode(name: str, w: Tensor) -> Written:
+        parts, value = in_fp8_tensor(name, w, suffix)
+        spelled = {"_scale_inv": "activation_scale", "_scale": "input_scale"}[suffix]
+        return {**parts, name.removesuffix("weight") + spelled: torch.tensor(0.25)}, value
+
+    table = {**FP8, "weight_block_size": None, "activation_scheme": "static", "modules_to_not_convert": ["lm_head"]}
+    source, reference = rewritten(qwen3_config(), tmp_path, linears(encode), table)
+    model = load(source)
+    agrees(model, reference)
+    (found,) = model.state.maps[f"{UP}.weight"]
+    assert isinstance(found, StaticQuant)
+    assert found.scale.tolist() == [0.25]
+    save(model, tmp_path / "out")
+    agrees(load(tmp_path / "out"), reference)
+    assert load_file(tmp_path / "out" / WEIGHTS)[f"{UP}.input_scale"].tolist() == [0.25]
+
+
+@pytest.mark.parametrize("block", [16, None])
+def test_stacks_of_experts_in_float8(block: int | None, tmp_path: Path) -> None:
+    """As transformers itself writes them: one scale for each half of the rows where there are no blocks."""
+    source, reference = rewritten(
+        deepseek_config(), tmp_path, lambda *_: None, {**FP8, "weight_block_size": block and [block] * 2}
+    )
+    tensors = load_file(source / WEIGHTS)
+    experts = "model.layers.1.mlp.experts"
+    for stack in ("gate_up_proj", "down_proj"):
+        w = reference.get_parameter(f"{experts}.{stack}")
+        rows = block or (w.shape[1] // 2 if stack == "gate_up_proj" else w.shape[1])
+        codes, scales, values = zip(*(fp8_blocks(e.detach(), rows, block or e.shape[1]) for e in w), strict=True)
+        tensors |= {f"{experts}.{stack}": torch.stack(codes), f"{experts}.{stack}_scale_inv": torch.stack(scales)}
+        w.data.copy_(torch.stack(values))
+    kept = {n: t for n, t in tensors.items() if not (f"{experts}." in n and n.endswith(".weight"))}
+    save_file(kept, source / WEIGHTS, metadata={"format": "pt"})
+    model = load(source)
+    assert isinstance(model.params[f"{experts}.down_proj"], Stored)
+    agrees(model, reference)
+
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def stacks(name: str, w: Tensor) -> Written | None:
+    return in_mxfp4(name, w) if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else None
+
+
+def test_the_stacks_of_gpt_oss(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    source, reference = rewritten(gpt_oss_config(), tmp_path, stacks, MXFP4)
+    model, stored = load(source), load_file(source / WEIGHTS)
+    agrees(model, reference)
+    for stack in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.{stack}"
+        assert compressed(model.params[name])
+        theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
+        assert torch.equal(dense(model.params[name]), theirs)
+    assert 1 < perplexity(model, [torch.arange(24).view(2, 12)]) < 1e4
+
+
+def test_what_is_packed_stays_so_while_the_rest_is_compressed(tmp_path: Path) -> None:
+    source, _ = rewritten(gpt_oss_config(), tmp_path, stacks, MXFP4)
+    model, recipe = load(source), rtn(scheme("W8A16", group_size=-1))
+    run = compress(model, None, targets("re:.*self_attn.*_proj.*", recipe))
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert run.model.params[name] is model.params[name]
+    with pytest.raises(BadInput, match=r"experts\.down_proj.*: is quantized already"):
+        compress(model, None, targets("re:.*experts.down_proj", recipe))
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+
+
+def nvfp4_with_inputs(name: str, w: Tensor) -> Written:
+    parts, value = in_nvfp4(name, w)
+    module = name.removesuffix(".weight")
+    cache = {f"{module}.{module[-6]}_scale": torch.tensor(0.5)} if module[-6:] in ("k_proj", "v_proj") else {}
+    return {**parts, **cache, f"{module}.input_scale": torch.tensor(0.25)}, value
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_nvfp4_of_modelopt(beside: bool, tmp_path: Path) -> None:
+    table = {} if beside else MODELOPT
+    source, reference = rewritten(qwen3_config(), tmp_path, linears(nvfp4_with_inputs), table)
+    if beside:
+        own = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+        (source / "hf_quant_config.json").write_text(
+            json.dumps({"producer": {"name": "modelopt"}, "quantization": own})
+        )
+    model = load(source)
+    agrees(model, reference)
+    (found,) = model.state.maps[f"{UP}.weight"]
+    assert isinstance(found, FakeQuant)
+    assert found.divisor is not None
+    assert found.divisor.tolist() == [4.0]
+    assert model.state.maps["model.layers.0.self_attn@v"][0].scale.tolist() == [0.5]
+    save(model, tmp_path / "out")
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    again = load(tmp_path / "out")
+    agrees(again, reference)
+    assert again.state.maps.keys() == model.state.maps.keys()
+
+
+def test_float8_of_modelopt(tmp_path: Path) -> None:
+    encode = linears(lambda n, w: in_fp8_tensor(n, w, "_scale"))
+    source, reference = rewritten(qwen3_config(), tmp_path, encode, {**MODELOPT, "quant_algo": "FP8"})
+    agrees(load(source), reference)
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[str, Tensor], Written | None], dict[str, Any], str]] = {
+    "fp8": (deepseek_config, linears(in_fp8_blocks), FP8, "float-quantized"),
+    "mxfp4": (gpt_oss_config, stacks, MXFP4, "mxfp4-pack-quantized"),
+    "modelopt": (qwen3_config, linears(in_nvfp4), MODELOPT, "nvfp4-pack-quantized"),
+}
+
+
+@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("dense_too", [False, True])
+def test_converted_to_formats_that_engines_read(method: str, dense_too: bool, tmp_path: Path) -> None:
+    config, encode, table, form = CASES[method]
+    source, reference = rewritten(config(), tmp_path, encode, table)
+    save(load(source), tmp_path / "out", format="dense" if dense_too else form)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    if dense_too or method == "mxfp4":  # loaders read no stacks, so these are dense with their values
+        assert "quantization_config" not in written
+    else:
+        assert written["quantization_config"]["format"] == form
+    agrees(load(tmp_path / "out"), reference)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_opening_reads_headers_only(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, encode, table, _ = CASES[method]
+    source, _ = rewritten(config(), tmp_path, encode, table)
+    read: list[str] = []
+    stored = OnDisk.load
+
+    def watched(leaf: OnDisk) -> Tensor:
+        read.append(leaf.name.rpartition(".")[2])
+        return stored(leaf)
+
+    monkeypatch.setattr(OnDisk, "load", watched)
+    load(source)
+    assert set(read) <= {"e_score_correction_bias"}  # a buffer
+
+
+STACK = "model.layers.0.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("fp8", {f"{UP}.weight_scale_inv": None}, rf"no tensor {UP}\.weight_scale_inv"),
+        ("static fp8", {}, r"no tensor .*\.input_scale; its config asks for it"),
+        ("fp8", {f"{UP}.weight": None}, rf"no tensor {UP}\.weight"),
+        (
+            "fp8",
+            {f"{UP}.weight_scale_inv": torch.ones(2, 2)},
+            rf"{UP}\.weight_scale_inv: got .* \(2, 2\), expected .*\(3, 2\)",
+        ),
+        ("mxfp4", {f"{STACK}_scales": None}, rf"no tensor {STACK}_scales"),
+        ("mxfp4", {f"{STACK}_blocks": None}, rf"no tensor {STACK}"),
+        ("mxfp4", {f"{STACK}_blocks": torch.zeros(4, 64, 16, dtype=torch.uint8)}, rf"{STACK}_blocks: got .*expected"),
+        ("mxfp4", {f"{STACK}_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)}, rf"{STACK}_scales: got .*expected"),
+        ("modelopt", {f"{UP}.weight_scale_2": None}, rf"no tensor {UP}\.weight_scale_2"),
+        ("modelopt", {f"{UP}.weight_scale": torch.ones(96, 4)}, rf"{UP}\.weight_scale: got torch\.float32"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(method: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config, encode, table, _ = CASES[method.removeprefix("static ")]
+    changed = {"activation_scheme": "static"} if method.startswith("static ") else {}
+    source, _ = rewritten(config(), tmp_path, encode, table | changed)
+    tensors = {**load_file(source / WEIGHTS), **change}
+    save_file({n: t for n, t in tensors.items() if t is not None}, source / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=message) as caught:
+        load(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quantized by 'awq', which is not read"),
+        ({"quant_method": "gptq"}, "quantized by 'gptq'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by 'bitsandbytes'"),
+        ({**FP8, "activation_scheme": "sometimes"}, "activation_scheme 'sometimes' is not read"),
+        ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not read"),
+        ({**FP8, "weight_block_size": [0, 128]}, "expected sizes above 0"),
+        ({**FP8, "weight_block_size": 128}, "quantization_config is malformed"),
+    ],
+)
+def test_methods_that_are_not_read_are_named(table: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source, _ = rewritten(llama_config(), tmp_path, linears(in_fp8_blocks), table)
+    with pytest.raises(BadInput, match=message) as caught:
+        load(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_global_scale_of_zero_is_refused(tmp_path: Path) -> None:
+    source, _ = rewritten(qwen3_config(), tmp_path, linears(in_nvfp4), MODELOPT)
+    tensors = {**load_file(source / WEIGHTS), f"{UP}.weight_scale_2": torch.tensor(0.0)}
+    save_file(tensors, source / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=rf"{UP}\.weight_scale: a scale is 0, infinite or NaN"):
+        dense(load(source).params[f"{UP}.weight"])
+
+
+def test_input_scales_of_experts_stay_apart(tmp_path: Path) -> None:
+    def encode(name: str, w: Tensor) -> Written:
+        parts, value = in_fp8_tensor(name, w)
+        return {**parts, f"{name.removesuffix('.weight')}.input_scale": torch.rand(1) + 0.1}, value
+
+    table = {**FP8, "weight_block_size": None, "activation_scheme": "static"}
+    source, reference = rewritten(deepseek_config(), tmp_path, linears(encode), table)
+    model = load(source)
+    assert model.state.maps["model.layers.1.mlp.experts.gate_up_proj"][0].scale.shape == (6, 1)
+    save(model, tmp_path / "out")
+    before, after = (load_file(d / WEIGHTS) for d in (source, tmp_path / "out"))
+    scales = {name: scale for name, scale in before.items() if name.endswith("input_scale")}
+    assert len(scales) > 20
+    assert all(torch.equal(after[name], scale) for name, scale in scales.items())
+    agrees(load(tmp_path / "out"), reference)
