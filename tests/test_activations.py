@@ -16,8 +16,12 @@ from checkpoints import GOLDEN, compressed, quantized, same_bits
 from conftest import llama_config, stock
 from ptq.base import State, targets
 from ptq.errors import BadInput, Notice
+from ptq.io.activations import arguments
 from ptq.io.hub import load
+from ptq.io.quantization_config import Args, Quantizers
 from ptq.io.save import save
+from ptq.io.shards import Entry
+from ptq.io.writer import Record, record
 from ptq.models.model import Model
 from ptq.numerics.grids import Float8, Int, Minifloat
 from ptq.numerics.leaves import dense
@@ -30,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*only weights are computed with
 WEIGHTS = "model.safetensors"
 SIX = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "group_size": None, "dynamic": False}
+TOKEN = FakeQuant(None, Int(8), "token")
 ATTENTION = "model.layers.0.self_attn"
 UP = "model.layers.0.mlp.up_proj"
 
@@ -207,8 +212,8 @@ def mapped(tiny_llama: Path) -> Model:
     """One compressed weight with a map, one dense weight with one, and a cache."""
     only = lambda name, shape: quantized(*shape, grid=Int(8), tiles="channel") if name == f"{UP}.weight" else None  # noqa: E731  # short
     model = compressed(load(tiny_llama), only)
-    static, token = StaticQuant(torch.tensor([0.5]), None, Int(8)), FakeQuant(None, Int(8), "token")
-    places = {f"{UP}.weight": static, "model.layers.1.mlp.up_proj.weight": token, f"{ATTENTION}@k": static}
+    static = StaticQuant(torch.tensor([0.5]), None, Int(8))
+    places = {f"{UP}.weight": static, "model.layers.1.mlp.up_proj.weight": TOKEN, f"{ATTENTION}@k": static}
     return Model(model.module, State(model.params, {k: (m,) for k, m in places.items()}), model.aliases, model.config)
 
 
@@ -237,3 +242,25 @@ def test_one_scheme_for_the_cache(tmp_path: Path) -> None:
     places = {f"model.layers.{i}.self_attn@k": (StaticQuant(torch.ones(1), None, Int(7 + i)),) for i in range(2)}
     with pytest.raises(BadInput, match="one scheme for all of its cache"):
         save(Model(model.module, State(model.params, places), model.aliases, model.config), tmp_path / "out")
+
+
+def test_records_survive_their_journal() -> None:
+    args = Args("float-quantized", 8, "float", True, "block", block=(4, 8))
+    entry = {"m.input_scale": Entry(0, "F32", [1], 0, 4)}
+    made = Record("m.weight", "m.weight", entry, "F32", [8, 8], args, activations={"input": arguments(TOKEN)})
+    back = record(json.loads(json.dumps(made)))
+    assert back == made
+    assert back.quantizers == Quantizers(args, arguments(TOKEN))
+
+
+@pytest.mark.parametrize("name", ["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
+def test_transformers_rounds_activations_as_before(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save(load(GOLDEN / name), tmp_path / "again")
+    known = load_file(GOLDEN / "logits" / f"{name}.safetensors")
+    again, before = (
+        AutoModelForCausalLM.from_pretrained(path)(known["input_ids"]).logits
+        for path in (tmp_path / "again", GOLDEN / name)
+    )
+    assert torch.equal(again, before)

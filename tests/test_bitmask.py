@@ -22,7 +22,7 @@ from ptq.io.bitmask import FORMATS, Masked, joined, sparse, structure, unfit
 from ptq.io.check import check
 from ptq.io.compressed_tensors import Stored, collected
 from ptq.io.hub import load, open_model
-from ptq.io.quantization_config import dump, parse
+from ptq.io.quantization_config import Quantizers, dump, parse
 from ptq.io.safetensors import OnDisk, headers
 from ptq.io.save import PRUNED, save
 from ptq.io.shards import SHARD_SIZE
@@ -193,7 +193,7 @@ def test_codes_are_kept_with_their_scales(form: str, grid: Any, tiles: str, tmp_
     leaf = Sparse(quantized(8, 32, grid=grid, tiles=tiles), TWO_OF_FOUR.mask(torch.rand(8, 32)), TWO_OF_FOUR)
     args, parts = sparse(leaf, form, "m")
     assert args is not None
-    table = dump({args: ["m"]}, [], sparsity=bitmask.config(form, {"m": (1, 2)}))
+    table = dump({Quantizers(args): ["m"]}, [], sparsity=bitmask.config(form, {"m": (1, 2)}))
     found = collected(joined(on_disk(tmp_path, parts), WHERE), table, linear, leaf.dtype, WHERE)["m.weight"]
     again = found.load()
     assert isinstance(again, Sparse)

@@ -369,7 +369,7 @@ def test_token_ids_beyond_the_model(cli: Callable[..., Done], tiny_llama: Path, 
 def test_what_is_not_read_is_said_on_stdout(cli: Callable[..., Done], out: Path, tmp_path: Path) -> None:
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"input_ids": [0, 1, 2]}))
-    model, what = GOLDEN / "FP8_BLOCK", "also quantizes input activations; only weights are read"
+    model, what = GOLDEN / "FP8_BLOCK", "also quantizes input activations; only weights are computed with"
     converted = cli("convert", model, out, "--format", "dense")
     assert (converted.code, converted.err, converted.out.count(what)) == (0, "", 1)
     told = cli("eval", model, "--data", ids, "--samples", "1", "--seq-len", "3")

@@ -95,7 +95,7 @@ def test_the_golden_base_checkpoint() -> None:
 
 
 def test_what_acts_on_activations_is_said_once() -> None:
-    with pytest.warns(UserWarning, match="also quantizes input activations; that is kept, but only weights") as caught:
+    with pytest.warns(UserWarning, match="also quantizes input activations; only weights") as caught:
         load(GOLDEN / "FP8")
     assert len(caught) == 1
 

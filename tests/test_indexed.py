@@ -16,7 +16,7 @@ from ptq.errors import BadInput
 from ptq.io.compressed_tensors import collected
 from ptq.io.hub import load, open_model
 from ptq.io.layouts import encoded
-from ptq.io.quantization_config import dump
+from ptq.io.quantization_config import Quantizers, dump
 from ptq.io.safetensors import headers
 from ptq.io.save import save
 from ptq.numerics.grids import Int
@@ -39,7 +39,7 @@ def stored(directory: Path, leaf: Quantized, columns: torch.Tensor) -> Leaf:
     args, parts = encoded(leaf, "pack-quantized", "m")
     tensors = {f"m.{part}": t.contiguous() for part, t in {**parts, "weight_g_idx": columns}.items()}
     save_file(tensors, directory / "model.safetensors")
-    return collected(headers(directory), dump({args: ["m"]}, []), linear, leaf.dtype, WHERE)["m.weight"]
+    return collected(headers(directory), dump({Quantizers(args): ["m"]}, []), linear, leaf.dtype, WHERE)["m.weight"]
 
 
 @pytest.mark.parametrize(("file", "case"), [(f, c) for f, c in ALL if "gidx" in f])

@@ -127,7 +127,7 @@ def _maps(skeleton: nn.Module, reading: Reading, source: Source, where: Path) ->
         warnings.warn(f"{where}: its config also has transforms, which are not read", Notice, stacklevel=3)
     if config is None or not config.beyond:
         return {}
-    what = f"its config also quantizes {config.beyond}; that is kept, but only weights are computed with"
+    what = f"its config also quantizes {config.beyond}; only weights are computed with"
     warnings.warn(f"{where}: {what}", Notice, stacklevel=3)
     return read_maps(skeleton, reading, source.entries, config, _classes(skeleton, source.entries), where)
 
