@@ -19,9 +19,9 @@ from ptq.errors import BadInput, Notice
 from ptq.io.activations import arguments
 from ptq.io.hub import load
 from ptq.io.quantization_config import Args, Quantizers
+from ptq.io.records import Record, record
 from ptq.io.save import save
 from ptq.io.shards import Entry
-from ptq.io.writer import Record, record
 from ptq.models.model import Model
 from ptq.numerics.grids import Float8, Int, Minifloat
 from ptq.numerics.leaves import dense

@@ -23,10 +23,11 @@ from ptq.io.check import check
 from ptq.io.compressed_tensors import Stored, collected
 from ptq.io.hub import load, open_model
 from ptq.io.quantization_config import Quantizers, dump, parse
+from ptq.io.records import record
 from ptq.io.safetensors import OnDisk, headers
 from ptq.io.save import PRUNED, save
 from ptq.io.shards import SHARD_SIZE
-from ptq.io.writer import Writer, record
+from ptq.io.writer import Writer
 from ptq.models.model import Model
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, dense, nbytes

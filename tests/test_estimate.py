@@ -84,6 +84,7 @@ def test_disk_of_a_head_that_gets_weights_of_its_own(tiny_gemma3: Path, tmp_path
     assert found.disk > estimated(planned(model, None, rtn(W4))).disk
 
 
+@pytest.mark.slow
 def test_disk_is_that_of_the_last_stage(tiny_llama: Path, tmp_path: Path, ids: Tensor) -> None:
     run = planned(open_model(tiny_llama), ids, sparsegpt(NM(2, 4)), gptq(W4))
     found = estimated(run)
@@ -109,6 +110,7 @@ def test_activations_grow_with_tokens_and_weights_do_not(ids: Tensor) -> None:
     assert (four.read, four.computed, four.stored) == (one.read, one.computed, one.stored)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_blocks(ids: Tensor) -> None:
     few, many = (estimated(planned(llama(num_hidden_layers=n), ids, gptq(W4))) for n in (2, 6))
     assert many.peak - many.resident == pytest.approx(few.peak - few.resident, rel=0.05)

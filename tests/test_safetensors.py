@@ -171,6 +171,51 @@ def test_a_tensor_that_the_index_misplaces_is_named(tmp_path: Path) -> None:
         headers(tmp_path)
 
 
+@pytest.mark.parametrize("wrong", [None, "model-00002-of-00003.safetensors"])
+def test_a_tensor_that_the_index_does_not_list_is_named(tmp_path: Path, wrong: str | None) -> None:
+    index = sharded(tmp_path) / INDEX
+    table = json.loads(index.read_text())
+    name = "b" if wrong is None else "c"
+    home = table["weight_map"].pop(name)
+    (index.parent / home).replace(index.parent / "aside")
+    extra = {"x": torch.ones(1), "a": torch.ones(4)} if wrong is None else {"x": torch.ones(1)}
+    save_file({name: torch.ones(4), **extra}, index.parent / home)
+    table["weight_map"][name] = home
+    index.write_text(json.dumps(table))
+    with pytest.raises(BadInput, match=rf"{home}: [ax]: .* has it in (no shard|model-00001-of-00003)"):
+        headers(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
+def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / "model").mkdir()
+    index = sharded(tmp_path / "model") / INDEX
+    save_file({"a": torch.ones(4)}, tmp_path / "x.safetensors")
+    table = json.loads(index.read_text())
+    table["weight_map"]["a"] = path
+    index.write_text(json.dumps(table))
+    with pytest.raises(BadInput, match=rf"index\.json: a: got '{path}', expected the name of a file beside it"):
+        headers(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("second", "size", "message"),
+    [
+        ([0, 16], 16, "overlaps the tensor before it"),
+        ([12, 28], 28, "overlaps the tensor before it"),
+        ([20, 36], 36, "leaves bytes unused before it"),
+        ([16, 32], 40, "bytes, expected .* by its header"),
+    ],
+)
+def test_bytes_have_one_meaning(tmp_path: Path, second: list[int], size: int, message: str) -> None:
+    offsets = {"a": [0, 16], "b": second}
+    table = {name: {"dtype": "F32", "shape": [4], "data_offsets": range_} for name, range_ in offsets.items()}
+    raw = json.dumps(table).encode()
+    (tmp_path / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(size))
+    with pytest.raises(BadInput, match=message):
+        headers(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["[]", '{"weight_map": {}}', '{"weight_map": 3}', "{", "\x00"])
 def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
     (sharded(tmp_path) / INDEX).write_text(text)
@@ -222,7 +267,7 @@ def test_ranges_that_are_none_are_refused_by_name(entry: dict[str, Any], tmp_pat
 def test_an_index_that_names_no_file_is_refused(tmp_path: Path) -> None:
     save_file({"t": torch.ones(1)}, tmp_path / WEIGHTS)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"t": [WEIGHTS]}}))
-    with pytest.raises(BadInput, match=r"index\.json: t: names no file"):
+    with pytest.raises(BadInput, match=r"index\.json: t: got .*, expected the name of a file beside it"):
         headers(tmp_path)
 
 

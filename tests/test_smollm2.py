@@ -31,6 +31,7 @@ def held_out(model: Any) -> Any:
     return ptq.tokens("builtin:eval", model.tokenizer, samples=2, seq_len=256)
 
 
+@pytest.mark.slow
 def test_gptq_beats_rounding_on_every_weight_of_two_blocks(model: Any, calibration: Any, held_out: Any) -> None:
     rounded = ptq.compress(model, None, ptq.targets(TWO, ptq.rtn(W4))).model
     run = ptq.compress(model, [calibration], ptq.targets(TWO, ptq.gptq(W4)))

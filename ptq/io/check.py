@@ -19,7 +19,7 @@ from ptq.io.check_tensors import part_findings, presence, value_findings
 from ptq.io.files import read_json
 from ptq.io.hub import skeleton_of
 from ptq.io.quantization_config import KEYS
-from ptq.io.safetensors import INDEX, headers
+from ptq.io.safetensors import headers
 from ptq.io.survey import BOTH, ERROR, EVERY, Finding, Survey, surveyed, unwrapped
 
 
@@ -44,7 +44,7 @@ def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: b
         survey = surveyed(path, raw, entries, skeleton)
     except BadInput as error:
         return [*found, Finding(str(path), "unreadable", str(error), "a whole checkpoint", EVERY)]
-    return [*found, *_strays(path), *_bits(survey), *_findings(survey, tp, weights)]
+    return [*found, *_bits(survey), *_findings(survey, tp, weights)]
 
 
 def _findings(survey: Survey, tp: int, weights: bool) -> Iterator[Finding]:
@@ -62,16 +62,6 @@ def _findings(survey: Survey, tp: int, weights: bool) -> Iterator[Finding]:
 def _bits(survey: Survey) -> Iterator[Finding]:
     for entry in (e for e in survey.entries.values() if isinstance(e, Masked)):
         yield Finding(entry.name, "bitmask", "bits and values", "all values: no loader of today reads these", BOTH)
-
-
-def _strays(path: Path) -> Iterator[Finding]:
-    """Tensors of shards that the index does not list: some loaders read shards, others the index."""
-    if (path / INDEX).is_file():
-        listed = read_json(path / INDEX)["weight_map"]
-        files = set(listed.values())
-        names = [name for file in sorted(files) for name in headers(path / file)]
-        for name in sorted(set(names) - set(listed)):
-            yield Finding(name, "index", "a tensor of a shard", f"that {INDEX} lists it", EVERY)
 
 
 def damage(findings: Iterable[Finding]) -> Finding | None:

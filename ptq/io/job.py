@@ -24,9 +24,10 @@ from ptq.errors import BadInput
 from ptq.io.files import sync
 from ptq.io.journal import Journal
 from ptq.io.output import locked, partial, swap
+from ptq.io.records import parts, record
 from ptq.io.scratch import keep, kept
 from ptq.io.shards import rename_shards
-from ptq.io.writer import Writer, parts, record
+from ptq.io.writer import Writer
 from ptq.models.model import Model
 from ptq.models.naming import read
 from ptq.numerics.lazy import Lazy

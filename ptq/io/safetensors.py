@@ -97,13 +97,7 @@ def headers(path: Path) -> dict[str, OnDisk]:
 
 
 def _indexed(path: Path) -> dict[str, OnDisk]:
-    table = read_json(path / INDEX).get("weight_map")
-    if not isinstance(table, dict) or not table:
-        raise BadInput(f"{path / INDEX}: no weight_map; download or copy it again")
-    wrong = [tensor for tensor, file in table.items() if not isinstance(file, str)]
-    if wrong:
-        raise BadInput(f"{path / INDEX}: {wrong[0]}: names no file; download or copy it again")
-    files: dict[str, str] = table
+    files = _weight_map(path / INDEX)
     absent = [name for name in sorted(set(files.values())) if not (path / name).is_file()]
     if absent:
         raise BadInput(f"{path}: shard {absent[0]} is missing, which {INDEX} names; download or copy it again")
@@ -111,7 +105,23 @@ def _indexed(path: Path) -> dict[str, OnDisk]:
     for tensor, file in files.items():
         if tensor not in found[file]:
             raise BadInput(f"{path / file}: no tensor {tensor}, which {INDEX} says is in this shard")
+    for file, tensor in ((file, tensor) for file, entries in found.items() for tensor in entries):
+        if files.get(tensor) != file:
+            where = f"in {files[tensor]}" if tensor in files else "in no shard"
+            raise BadInput(f"{path / file}: {tensor}: {INDEX} has it {where}; download or copy it again")
     return {tensor: found[file][tensor] for tensor, file in files.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> the name of a file beside the index: one that leads elsewhere is no part of the model."""
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise BadInput(f"{index}: no weight_map; download or copy it again")
+    files: dict[str, Any] = table
+    for tensor, file in files.items():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise BadInput(f"{index}: {tensor}: got {file!r}, expected the name of a file beside it")
+    return files
 
 
 def metadata(file: Path) -> dict[str, str]:
@@ -144,7 +154,21 @@ def _header(file: Path) -> dict[str, OnDisk]:
         end = leaf.offset + leaf.shape.numel() * leaf.dtype.itemsize
         if end > size:
             raise BadInput(f"{file}: truncated: {leaf.name} ends at byte {end} of {size}; download or copy it again")
+    _refuse_gaps(file, found, 8 + length, size)
     return found
+
+
+def _refuse_gaps(file: Path, found: Mapping[str, OnDisk], end: int, size: int) -> None:
+    """Tensors lie one behind the other up to the end of the file, or bytes have two meanings or none."""
+    for leaf in sorted(found.values(), key=lambda leaf: (leaf.offset, leaf.shape.numel())):
+        if leaf.offset != end:
+            what = "overlaps the tensor before it" if leaf.offset < end else "leaves bytes unused before it"
+            raise BadInput(
+                f"{file}: {leaf.name}: at byte {leaf.offset} {what}, expected {end}; download or copy it again"
+            )
+        end += leaf.shape.numel() * leaf.dtype.itemsize
+    if end != size:
+        raise BadInput(f"{file}: {size} bytes, expected {end} by its header; download or copy it again")
 
 
 def _entry(file: Path, name: str, entry: Mapping[str, Any], start: int) -> OnDisk:

@@ -251,10 +251,10 @@ def _write_config(model: Model, writer: Writer, directory: Path) -> None:
         if part is not None:
             part.dtype = checkpoint_dtype(model.params.values())
             part.tie_word_embeddings = writer.tied and getattr(part, "tie_word_embeddings", False)
-    for key, value in {"quantization_config": quantization, PRUNED: writer.pruned}.items():
+    told = {"quantization_config": quantization, PRUNED: writer.pruned}
+    for key in told:
         vars(config).pop(key, None)
-        if value:
-            setattr(config, key, value)
+    config.update({key: value for key, value in told.items() if value})
     unfinished = directory / "config.json.partial"
     config.to_json_file(unfinished)
     unfinished.replace(directory / "config.json")

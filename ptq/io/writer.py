@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial as bound
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ptq.errors import BadInput
@@ -20,8 +19,9 @@ from ptq.io.foreign import quantization_of, translated
 from ptq.io.hub import joined
 from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded, frozen
 from ptq.io.quantization_config import KEYS, Args, Quantizers
-from ptq.io.safetensors import DTYPES, NAMES, headers
-from ptq.io.shards import Entry, ShardWriter
+from ptq.io.records import Record, parts
+from ptq.io.safetensors import NAMES, headers
+from ptq.io.shards import ShardWriter
 from ptq.models.model import Model
 from ptq.models.naming import in_order, joint, names_in_files, read, written
 from ptq.models.skeleton import checkpoint_dtype, persistent_buffers
@@ -31,65 +31,6 @@ from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed,
 from ptq.numerics.maps import Map
 
 _ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
-
-
-class Record(NamedTuple):
-    """How one tensor of a checkpoint, which may be several in its files, was stored."""
-
-    file: str
-    """its name in the checkpoint"""
-    name: str
-    """the parameter in memory that it is, or is a part of"""
-    parts: dict[str, Entry]
-    """tensors in the files"""
-    dtype: str
-    shape: list[int]
-    args: Args | None = None
-    """how it is compressed, if it is"""
-    note: str = ""
-    """why it is not stored as asked"""
-    by_class: bool = True
-    """whether the class of its module says how it is stored"""
-    sparsity: str = ""
-    """what its zeros obey, if it is pruned"""
-    activations: dict[str, Args] = {}
-    """role (input, output; q, k, v of an attention module) -> how it is rounded"""
-
-    @property
-    def quantizers(self) -> Quantizers:
-        return Quantizers(self.args, self.activations.get("input"), self.activations.get("output"))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the files, without the few that say a packed weight's shape."""
-        shapes = ("weight_shape", ".shape")
-        return sum(e.end - e.begin for part, e in self.parts.items() if not part.endswith(shapes))
-
-    def leaf(self, directory: Path) -> Leaf:
-        """What was stored, read when it is used."""
-        parts = {part: entry.on_disk(part, directory) for part, entry in self.parts.items()}
-        shape, raw = torch.Size(self.shape), parts.get(self.file)
-        local: dict[str, Any] = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
-        own = {part: local[part] for part in bitmask.PARTS if part in local}
-        local = {part: leaf for part, leaf in local.items() if part.startswith("weight")}
-        if "bitmask" in own:
-            raw = local["weight"] = bitmask.masked(own, shape)
-        if self.args is None or self.args.format == "dense":
-            return raw
-        return Stored(local, self.args, True, DTYPES[self.dtype], shape)
-
-
-def record(raw: Sequence[Any]) -> Record:
-    """A record that was a line of JSON."""
-    made = Record(*raw)
-    parts = {name: Entry(*entry) for name, entry in made.parts.items()}
-    activations = {role: _args(given) for role, given in made.activations.items()}
-    return made._replace(parts=parts, args=_args(made.args), activations=activations)
-
-
-def _args(raw: Sequence[Any] | None) -> Any:
-    args = None if raw is None else Args(*raw)
-    return args if args is None or args.block is None else args._replace(block=(args.block[0], args.block[1]))
 
 
 class Writer:
@@ -300,11 +241,6 @@ class Writer:
         entry = self._shards.write(file, tensor)
         self.records.append(Record(file, name, {file: entry}, entry.dtype, entry.shape, note=note))
         return self.records[-1]
-
-
-def parts(records: Iterable[Record]) -> Iterator[tuple[str, Entry]]:
-    """The tensors of records, in the order in which they were written."""
-    return ((name, entry) for r in records for name, entry in r.parts.items())
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:
