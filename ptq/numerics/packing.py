@@ -114,11 +114,11 @@ def _joined(codes: Tensor, bits: int, signed: bool = True) -> Tensor:
 
 def _parted(words: Tensor, bits: int, count: int) -> Tensor:
     """The codes of streams, without a sign."""
-    stream = _dense(words).view(torch.uint8)
-    need = -(-count // 8) * bits
-    stream = F.pad(stream, (0, need - stream.shape[-1]))
+    stream, need = _dense(words).view(torch.uint8), -(-count // 8) * bits
+    if stream.shape[-1] != need:
+        stream = _dense(F.pad(stream, (0, need - stream.shape[-1])))
     if bits in _WHOLE:
-        lanes = _dense(stream).view(_WHOLE[bits]).to(torch.int64)
+        lanes = stream.view(_WHOLE[bits]).to(torch.int64)
     else:
         lanes = _dense(F.pad(stream.unflatten(-1, (-1, bits)), (0, 8 - bits))).view(torch.int64).squeeze(-1)
     lanes &= _repeated((1 << 8 * bits) - 1, 64)  # a cast repeats the sign
