@@ -6,7 +6,16 @@ import torch
 
 
 class PtqError(Exception):
-    """Base of all errors that ptq raises on purpose."""
+    r"""Base of all errors that ptq raises on purpose.
+
+    A file may put anything into a name: what would break the line, or move a terminal's cursor, is shown escaped.
+
+    >>> str(PtqError("a\nb"))
+    'a\\nb'
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(message)))
 
 
 class BadInput(PtqError, ValueError):
