@@ -72,7 +72,7 @@ def test_every_code_stands_for_one_number(grid: Minifloat, dtype: torch.dtype) -
 @pytest.mark.parametrize("name", FORMATS)
 def test_small_floats_round_as_compressed_tensors_does(name: str) -> None:
     x, y = ROUNDING[f"{name}_float32/in/x"], ROUNDING[f"{name}_float32/out/y"]
-    assert torch.equal(FORMATS[name].round(x), y)  # the library has no negative 0 in 6 bits
+    assert torch.equal(FORMATS[name].round(x), y)  # the library keeps a negative 0 in 6 bits
 
 
 def test_every_power_of_two_has_a_code() -> None:

@@ -183,7 +183,7 @@ class Minifloat:
         index = torch.arange(4 << self.mantissa, device=codes.device)
         exponent = ((index >> self.mantissa) - 1).clamp(min=0)
         size = torch.ldexp((index - (exponent << self.mantissa)).to(torch.float32), exponent - self.mantissa)
-        return torch.cat([size, -size])[codes.int()]
+        return torch.cat([size, -size]).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 @dataclass(frozen=True)
