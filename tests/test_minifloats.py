@@ -29,7 +29,7 @@ def nearest(grid: Minifloat, x: float) -> float:
     """The number that is nearest, of two the one with the even code; it has the sign of `x + 0`."""
     sizes = table(grid)
     code = min(range(len(sizes)), key=lambda c: (abs(sizes[c] - abs(x)), c % 2))
-    return float(torch.tensor(sizes[code]).copysign(torch.tensor(x + 0.0, dtype=torch.float64)))
+    return float(torch.tensor(sizes[code]).copysign(torch.tensor(x, dtype=torch.float64)))
 
 
 def hard(grid: Minifloat) -> list[float]:

@@ -4,7 +4,8 @@ A row is one little-endian stream: code c takes bits `[c b, (c + 1) b)`, bit 0 o
 words. A signed code q is stored as `q + 2^(b-1)`; unused trailing bits are 0.
 
 Eight codes are b whole bytes. They are read as one 64-bit integer whose 8-bit lanes hold a code each; three times two
-neighbouring lanes are joined, until the integer's first b bytes are the stream. Unpacking goes the other way.
+neighbouring lanes are joined, until the integer's first b bytes are the stream. Unpacking goes the other way. Where b
+divides 8 the codes of a single byte do, in a smaller integer.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ptq.numerics.chunks import by_rows
 
 _LANES = (8, 16, 32)
 """bits of the lanes that are joined in pairs"""
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""integers of as many bytes"""
+_UNITS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
+"""integers with as many bytes as a byte of the stream has codes: where that comes out even, no more need be joined"""
 
 
 def pack(codes: Int8[Tensor, "*rows count"], bits: int) -> Int32[Tensor, "*rows words"]:
@@ -98,41 +99,45 @@ def unpack_down(
 
 
 def _joined(codes: Tensor, bits: int, signed: bool = True) -> Tensor:
-    """The stream's bytes `[*rows, eights * bits]`."""
-    offset = 1 << (bits - 1) if signed else 0
-    lanes = _dense(F.pad(codes, (0, -codes.shape[-1] % 8), value=-offset)).view(torch.int64)
-    lanes &= _repeated((1 << bits) - 1, 8)
-    lanes ^= _repeated(offset, 8)  # modulo 2^b the same as adding
-    for lane in _LANES if bits < 8 else ():
-        field = lane // 8 * bits
-        upper = (lanes >> (lane - field)).bitwise_and_(_repeated(((1 << field) - 1) << field, 2 * lane))
-        lanes.bitwise_and_(_repeated((1 << field) - 1, 2 * lane)).bitwise_or_(upper)
-    if bits in _WHOLE:  # a cast keeps the first bytes, faster than a slice
-        return lanes.to(_WHOLE[bits]).view(torch.uint8)
+    """The stream's bytes."""
+    unit, offset = _UNITS.get(bits, torch.int64), 1 << (bits - 1) if signed else 0
+    lanes = _dense(F.pad(codes, (0, -codes.shape[-1] % unit.itemsize), value=-offset)).view(unit)
+    lanes &= _repeated((1 << bits) - 1, 8, unit)
+    lanes ^= _repeated(offset, 8, unit)  # modulo 2^b the same as adding
+    for lane, field in _steps(bits, unit):
+        upper = (lanes >> (lane - field)).bitwise_and_(_repeated(((1 << field) - 1) << field, 2 * lane, unit))
+        lanes.bitwise_and_(_repeated((1 << field) - 1, 2 * lane, unit)).bitwise_or_(upper)
+    if bits in _UNITS:
+        return lanes.to(torch.uint8)
     return lanes.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
 
 
 def _parted(words: Tensor, bits: int, count: int) -> Tensor:
     """The codes of streams, without a sign."""
-    stream, need = _dense(words).view(torch.uint8), -(-count // 8) * bits
+    unit, stream = _UNITS.get(bits, torch.int64), _dense(words).view(torch.uint8)
+    need = -(-count // unit.itemsize) * (unit.itemsize * bits // 8)
     if stream.shape[-1] != need:
         stream = _dense(F.pad(stream, (0, need - stream.shape[-1])))
-    if bits in _WHOLE:
-        lanes = stream.view(_WHOLE[bits]).to(torch.int64)
+    if bits in _UNITS:
+        lanes = stream.to(unit)
     else:
-        lanes = _dense(F.pad(stream.unflatten(-1, (-1, bits)), (0, 8 - bits))).view(torch.int64).squeeze(-1)
-    lanes &= _repeated((1 << 8 * bits) - 1, 64)  # a cast repeats the sign
-    for lane in reversed(_LANES) if bits < 8 else ():
-        field = lane // 8 * bits
-        upper = (lanes << (lane - field)).bitwise_and_(_repeated(((1 << field) - 1) << lane, 2 * lane))
-        lanes.bitwise_and_(_repeated((1 << field) - 1, 2 * lane)).bitwise_or_(upper)
+        lanes = _dense(F.pad(stream.unflatten(-1, (-1, bits)), (0, 8 - bits))).view(unit).squeeze(-1)
+    for lane, field in reversed(_steps(bits, unit)):
+        upper = (lanes << (lane - field)).bitwise_and_(_repeated(((1 << field) - 1) << lane, 2 * lane, unit))
+        lanes.bitwise_and_(_repeated((1 << field) - 1, 2 * lane, unit)).bitwise_or_(upper)
     return lanes.view(torch.int8)[..., :count].contiguous()
 
 
-def _repeated(field: int, lane: int) -> int:
-    """A signed 64-bit integer with the same bits in each of its lanes."""
-    whole = sum(field << at for at in range(0, 64, lane))
-    return whole - (1 << 64) if whole >> 63 else whole
+def _steps(bits: int, unit: torch.dtype) -> list[tuple[int, int]]:
+    """Widths of the lanes that are joined, and of what is used of each."""
+    return [(lane, lane // 8 * bits) for lane in _LANES if lane < 8 * unit.itemsize and bits < 8]
+
+
+def _repeated(field: int, lane: int, unit: torch.dtype) -> int:
+    """A signed integer with the same bits in each of its lanes."""
+    size = 8 * unit.itemsize
+    whole = sum(field << at for at in range(0, size, lane))
+    return whole - (1 << size) if whole >> (size - 1) else whole
 
 
 def _dense(t: Tensor) -> Tensor:
