@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 
 from ptq.errors import BadInput
@@ -77,6 +78,11 @@ def test_a_group_that_does_not_divide_is_refused_with_sizes_that_would() -> None
 def test_tiles_hold_each_weight_once(w: torch.Tensor, s: Scheme) -> None:
     tiles = s.grouped(w)
     assert tiles.shape[:-1] == (*w.shape[:-2], *s.tiles(w.shape))
+    if s.block:  # filled with 0 where they are cut off
+        high, wide = s.block
+        assert torch.equal(tiles[..., 0, 0, :], F.pad(w, (0, wide, 0, high))[..., :high, :wide].flatten(-2))
+        assert tiles.count_nonzero() == w.count_nonzero()
+        return
     assert torch.equal(tiles.reshape(w.shape), w)
     for r, g in ((0, 0), (tiles.shape[-3] - 1, tiles.shape[-2] - 1)):
         size = tiles.shape[-1]

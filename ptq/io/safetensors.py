@@ -163,9 +163,8 @@ def _refuse_gaps(file: Path, found: Mapping[str, OnDisk], end: int, size: int) -
     for leaf in sorted(found.values(), key=lambda leaf: (leaf.offset, leaf.shape.numel())):
         if leaf.offset != end:
             what = "overlaps the tensor before it" if leaf.offset < end else "leaves bytes unused before it"
-            raise BadInput(
-                f"{file}: {leaf.name}: at byte {leaf.offset} {what}, expected {end}; download or copy it again"
-            )
+            got = f"begins at byte {leaf.offset}, expected {end}"
+            raise BadInput(f"{file}: {leaf.name}: {what}: {got}; download or copy it again")
         end += leaf.shape.numel() * leaf.dtype.itemsize
     if end != size:
         raise BadInput(f"{file}: {size} bytes, expected {end} by its header; download or copy it again")
