@@ -23,13 +23,16 @@ from ptq.errors import BadInput
 from ptq.io.hub import load, open_model
 from ptq.io.output import check_output
 from ptq.io.safetensors import headers
-from ptq.io.save import save
+from ptq.io.save import save, write
 from ptq.io.shards import ShardWriter
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.leaves import Quantized, Sparse, Transposed, dense
 from ptq.numerics.patterns import NM
+from ptq.numerics.schemes import scheme
+from ptq.pipeline.run import compress
+from ptq.transforms.rtn import rtn
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "pack4 group": ("auto", {}),
@@ -593,3 +596,41 @@ def test_a_file_is_no_place_for_a_model(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="is a file"):
         check_output(tmp_path / "out", overwrite=True)
     assert check_output(tmp_path / "other") == tmp_path / "other"
+
+
+# What others do meanwhile
+
+
+def test_what_appears_at_the_target_meanwhile_is_kept(tmp_path: Path) -> None:
+    run = compress(open_model(saved_stock(tmp_path / "source", "llama")), None, rtn(scheme("W8A16", -1)))
+    writing = write(run, tmp_path / "out")
+    next(writing)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    with pytest.raises(BadInput, match="has appeared while this was made; move it away, and resume"):
+        list(writing)
+    assert (tmp_path / "out" / "precious.txt").read_text() == "mine"
+    (tmp_path / "out").rename(tmp_path / "aside")
+    again = compress(open_model(tmp_path / "source"), None, rtn(scheme("W8A16", -1)))
+    assert save(again, tmp_path / "out", resume=True).path == tmp_path / "out"
+
+
+def test_a_link_is_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    saved = save(open_model(saved_stock(tmp_path / "source", "llama")), tmp_path / "link")
+    assert saved.path == tmp_path / "real"
+    assert (tmp_path / "link").is_symlink()
+    assert load(tmp_path / "link").params
+
+
+def test_a_source_s_own_files_of_a_job_are_left(tmp_path: Path) -> None:
+    source = saved_stock(tmp_path / "source", "llama")
+    (source / "job.jsonl").write_text("not a journal\n")
+    save(open_model(source), tmp_path / "out")
+    assert not (tmp_path / "out" / "job.jsonl").exists()
+
+
+def test_no_directory_gets_the_name_of_a_disk() -> None:
+    with pytest.raises(BadInput, match="a disk is mounted there"):
+        check_output("/", False, None)

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class Job:
         writer: Callable[[Path, Sequence[Any]], Writer],
     ) -> None:
         self.target, self.directory = target, partial(target)
+        self._replaces = _filled(target)
         self._start, self._last = start, max(stages, 1) - 1
         self._journal = Journal(self.directory / JOURNAL)
         self._begin(identity)
@@ -113,6 +114,8 @@ class Job:
             scratch.unlink()
         complete(self.directory, self.writer)
         sync(self.directory)
+        if _filled(self.target) and not self._replaces:
+            raise BadInput(f"{self.target}: has appeared while this was made; move it away, and resume")
         self._journal.path.unlink()
         swap(self.target)
 
@@ -192,6 +195,11 @@ def opened(
         os.close(handle)
 
 
+def _filled(target: Path) -> bool:
+    """Whether something is lost if a directory takes a name."""
+    return target.exists() and (not target.is_dir() or any(target.iterdir()))
+
+
 @contextmanager
 def _emptied(made: Sequence[Path]) -> Generator[None]:
     """Leaves nothing of what was just made where a job cannot even begin."""
@@ -208,7 +216,8 @@ def _remove(directories: Sequence[Path]) -> None:
         if i == 0:
             shutil.rmtree(directory, ignore_errors=True)
         elif directory.exists():
-            directory.rmdir()
+            with suppress(OSError):  # others use it by now
+                directory.rmdir()
 
 
 def _refuse_foreign(directory: Path) -> None:

@@ -33,9 +33,12 @@ def check_output(
         BadInput: no directory can be made there; it is not empty and may not be overwritten, is no model, or holds the
             source; an earlier run left its partial result, or another one is at work.
     """
-    target = Path(path).expanduser().absolute()
-    left = _left(target)
-    broken = next((path for path in (target, *target.parents) if path.is_symlink() and not path.exists()), None)
+    given = Path(path).expanduser().absolute()
+    target = Path(os.path.realpath(given))  # a link gets no other meaning: what it leads to is made or replaced
+    left = bool(target.name) and (_left(given) or _left(target))
+    if target.is_mount():
+        raise BadInput(f"{given}: a disk is mounted there, so no directory can be given its name; name one inside it")
+    broken = next((path for path in (given, *given.parents) if path.is_symlink() and not path.exists()), None)
     if broken is not None:
         raise BadInput(f"{broken}: is a link to nothing; name a directory")
     if target.exists() and not target.is_dir():

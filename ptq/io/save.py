@@ -18,7 +18,7 @@ from ptq.base import Params, State
 from ptq.errors import BadInput
 from ptq.io.bitmask import FORMATS as BITMASKS
 from ptq.io.check import check, damage, remarks
-from ptq.io.files import read_json, write_json
+from ptq.io.files import read_json, sync, write_json
 from ptq.io.foreign import MODELOPT_CONFIG
 from ptq.io.job import JOURNAL, Past, Report, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
@@ -36,7 +36,7 @@ the weights. It stands at the top because loaders pass over what they do not kno
 targets makes vLLM refuse the model, dense or not; and one file has it all, which headers of shards do not."""
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz"}
 _FORMATS = ("dense", "frozen", *LAYOUTS, *BITMASKS)
-_OWN_FILES = ("config.json", MODELOPT_CONFIG, RECORD)
+_OWN_FILES = ("config.json", MODELOPT_CONFIG, RECORD, JOURNAL)
 """what is written anew, or says how the source was compressed"""
 _TIMES = ("seconds", "peak_bytes")
 """what differs between two runs of one job, and so has no place in its result"""
@@ -219,6 +219,9 @@ def _complete(model: Model, made: dict[str, Any] | None, directory: Path, writer
     _carry_files(model, directory)
     _write_config(model, writer, directory)
     _check(model, writer, directory)
+    for file in directory.rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":  # those are on disk already
+            sync(file)
     if made is not None:
         write_json(directory / RECORD, {**made, "nbytes": writer.nbytes, "notes": writer.notes})
 

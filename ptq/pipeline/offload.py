@@ -119,6 +119,9 @@ def _tensors(result: Any) -> Iterator[Tensor]:
 
 def _device(place: str | Path) -> torch.device:
     try:
-        return torch.empty(0, device=str(place)).device
+        device = torch.empty(0, device=str(place)).device
     except (RuntimeError, AssertionError):
-        raise BadInput(f"offload {str(place)!r}: expected a directory that is there, or a device such as cpu") from None
+        device = torch.device("meta")  # which holds nothing either
+    if device.type == "meta":
+        raise BadInput(f"offload {str(place)!r}: expected a directory that is there, or a device such as cpu")
+    return device
