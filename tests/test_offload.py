@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,19 @@ def test_statistics_that_would_not_fit(tiny_llama: Path, place: str, monkeypatch
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system reserves no room")
+def test_a_full_directory_is_told_before_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
+        Offload(tmp_path).keep(torch.ones(1 << 16))
+
+
+def test_room_is_really_there(tmp_path: Path) -> None:
+    kept = Offload(tmp_path).keep(torch.arange(1 << 16))
+    assert torch.equal(kept, torch.arange(1 << 16))
+    assert Offload(tmp_path).storage(0).nbytes() == 0

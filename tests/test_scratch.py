@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,3 +74,16 @@ def test_a_file_names_no_code_to_run(tmp_path: Path) -> None:
         lazy.structure["type"] = kind
         with pytest.raises(BadInput, match="is not known here"):
             lazy.load()
+
+
+def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path: Path) -> None:
+    """As far as a process can tell: its files may not grow beyond 4 KiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*stage\.partial") as caught:
+            keep({"w": torch.ones(4096)}, tmp_path / "stage")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert not (tmp_path / "stage").exists()

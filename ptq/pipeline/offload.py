@@ -7,6 +7,7 @@ is, and the bytes come back before the forward goes on.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from torch import Tensor, UntypedStorage
 
 from ptq._tree import tree_map
 from ptq.errors import BadInput
+from ptq.io.files import naming
 
 _LEAST = 1 << 16  # bytes; what is smaller is not worth a copy
 
@@ -43,9 +45,18 @@ class Offload:
         if self._directory is None:
             return UntypedStorage(nbytes, device=self._device)
         with tempfile.NamedTemporaryFile(dir=self._directory, prefix="ptq-") as file:
-            file.truncate(nbytes)
+            with naming(self._directory):
+                self._reserve(file.fileno(), nbytes)
             mapped: Any = UntypedStorage.from_file(file.name, shared=True, nbytes=nbytes)
             return mapped  # it outlives the name
+
+    @staticmethod
+    def _reserve(file: int, nbytes: int) -> None:
+        """A hole that a full disk cannot fill would end the process when it is written to; this is told at once."""
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, nbytes)
+        else:
+            os.ftruncate(file, nbytes)
 
     def keep(self, tree: Any) -> Any:
         """The same tensors in that place."""
