@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ptq
 from ptq.base import leafwise, targets
@@ -58,3 +61,31 @@ def test_what_leads_back_to_itself() -> None:
         return loop, itself
 
     assert digest(itself) == digest(itself)
+
+
+LEVELS = 4
+
+
+def reads_a_constant() -> int:
+    return LEVELS
+
+
+def test_what_a_function_reads_of_its_module_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest(reads_a_constant)
+    assert digest(reads_a_constant) == before
+    monkeypatch.setitem(globals(), "LEVELS", 64)
+    assert digest(reads_a_constant) != before
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (functools.partial(int, base=2), functools.partial(int, base=8)),
+        (np.arange(5000), np.arange(5000) + (np.arange(5000) == 2500)),
+        (nn.Linear(2, 2), nn.Linear(2, 2)),
+    ],
+    ids=["partial", "array", "module"],
+)
+def test_contents_count_that_do_not_print(one: Any, other: Any) -> None:
+    assert digest(one) == digest(copy.deepcopy(one))
+    assert digest(one) != digest(other)

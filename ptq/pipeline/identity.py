@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import types
@@ -11,8 +12,9 @@ from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptq._tree import tensors
 from ptq.base import Stage
@@ -21,6 +23,9 @@ from ptq.numerics.lazy import Decoded, Lazy
 from ptq.pipeline.batches import Batch
 from ptq.pipeline.place import Place
 from ptq.pipeline.report import versions
+
+_CONSTANTS = (bool, int, float, str, bytes, tuple, list, dict, set, frozenset, Tensor, np.ndarray)
+"""what a function may read of its module besides other functions and classes"""
 
 
 def identity(
@@ -129,6 +134,23 @@ def _(value: type | types.ModuleType | types.BuiltinFunctionType, seen: set[int]
 
 
 @_inside.register
+def _(value: functools.partial, seen: set[int]) -> Iterator[bytes]:  # type: ignore[type-arg]  # as above
+    yield from _pieces((value.func, value.args, value.keywords), seen)
+
+
+@_inside.register
+def _(value: np.ndarray, seen: set[int]) -> Iterator[bytes]:  # type: ignore[type-arg]  # as above
+    yield f"{value.dtype} {value.shape}".encode()
+    yield value.tobytes()
+
+
+@_inside.register
+def _(value: nn.Module, seen: set[int]) -> Iterator[bytes]:
+    yield repr(value).encode()
+    yield from _pieces(value.state_dict(), seen)
+
+
+@_inside.register
 def _(value: types.MethodType, seen: set[int]) -> Iterator[bytes]:
     yield from _pieces((value.__func__, value.__self__), seen)
 
@@ -143,7 +165,7 @@ def _(value: types.FunctionType, seen: set[int]) -> Iterator[bytes]:
     yield from _pieces([_content(cell) for cell in value.__closure__ or ()], seen)
     if (value.__module__ or "").partition(".")[0] != __name__.partition(".")[0]:  # our own is what its version says
         called = [value.__globals__.get(name) for name in value.__code__.co_names]
-        beside = [f for f in called if isinstance(f, types.FunctionType) and f.__module__ == value.__module__]
+        beside = [f for f in called if getattr(f, "__module__", None) == value.__module__ or isinstance(f, _CONSTANTS)]
         yield from _pieces((value.__code__, value.__defaults__, value.__kwdefaults__, beside), seen)
 
 
