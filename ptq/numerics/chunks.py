@@ -26,9 +26,19 @@ def by_rows(function: Callable[..., Tensor], matrix: Tensor, *facts: Tensor) -> 
     tensor([[15.],
             [21.]])
     """
-    parts = [function(*part) for part in few_rows(matrix, *facts)]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return whole.reshape(*matrix.shape[:-1], whole.shape[-1])
+    parts = few_rows(matrix, *facts)
+    first = function(*next(parts))
+    rows, done = matrix.shape[:-1].numel(), first.shape[:-1].numel()
+    if done == rows:
+        return first.reshape(*matrix.shape[:-1], first.shape[-1])
+    # Each part goes to its place at once: kept until all are there, none could use the memory of the one before.
+    whole = first.new_empty(rows, first.shape[-1])
+    whole[:done] = first
+    for part in parts:
+        found = function(*part)
+        whole[done : done + len(found)] = found
+        done += len(found)
+    return whole.reshape(*matrix.shape[:-1], first.shape[-1])
 
 
 def few_rows(matrix: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
