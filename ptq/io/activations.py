@@ -23,7 +23,7 @@ from ptq._tree import tensors, tree_map, with_tensors
 from ptq.errors import BadInput
 from ptq.io.layouts import SCALE_GRIDS, grid_of
 from ptq.io.quantization_config import Args, Config
-from ptq.io.safetensors import OnDisk
+from ptq.io.safetensors import OnDisk, positive
 from ptq.models.naming import Reading, in_order
 from ptq.numerics.grids import ScaleGrid
 from ptq.numerics.maps import FakeQuant, Map, StaticQuant
@@ -102,9 +102,7 @@ def _number(entries: Mapping[str, OnDisk], name: str, args: Args, where: Path) -
     if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1 or (entry.shape.numel() != 1 and not heads):
         expected = "floats (heads, 1, 1)" if heads else "one float"
         raise BadInput(f"{entry.file}: {entry.name}: got {entry.dtype} {tuple(entry.shape)}, expected {expected}")
-    value = entry.load()
-    if not bool((value.isfinite() & (value > 0)).all()):
-        raise BadInput(f"{entry.file}: {entry.name}: got {value.flatten().tolist()[:4]}, expected numbers above 0")
+    value = positive(entry, entry.load())
     return value if value.ndim else value.reshape(1)
 
 

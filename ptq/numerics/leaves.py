@@ -56,7 +56,7 @@ class Quantized:
 
     Invariants (`validate` checks them):
         codes: `[*e, out, in]` in `grid.dtype`, one code an element (packing belongs to files).
-        scale: `[*e, a, b]`, finite and not 0, a tensor or `Scales`; each value serves a tile of codes. Granularity is
+        scale: `[*e, a, b]`, finite and above 0, a tensor or `Scales`; each value serves a tile of codes. Granularity is
             told by its shape alone: `[1, 1]` tensor, `[out, 1]` channel, `[out, in / g]` groups.
         zero: the scale's shape in `grid.dtype`, or None for a symmetric grid.
         tile: rows and columns of a tile; None is `ceil(out / a) x ceil(in / b)`, which is what there is unless the
@@ -253,8 +253,8 @@ def validate(leaf: Quantized, name: str) -> Quantized:
     if leaf.codes.dtype != leaf.grid.dtype:
         raise BadInput(f"{name}: codes are {leaf.codes.dtype}, expected {leaf.grid.dtype}")
     scale = dense(leaf.scale).float()
-    if not bool(((scale != 0) & scale.isfinite()).all()):
-        raise BadInput(f"{name}: a scale is 0, infinite or NaN; quantize this weight again from finite values")
+    if not bool(((scale > 0) & scale.isfinite()).all()):
+        raise BadInput(f"{name}: a scale is 0, negative, infinite or NaN; quantize it again from finite values")
     return leaf
 
 
