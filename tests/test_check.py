@@ -162,6 +162,7 @@ def dense(*modules: str) -> Callable[[Tensors], Any]:
 BOTH, VLLM, TRANSFORMERS, EVERY = "vLLM and transformers", "vLLM", "transformers", "every reader"
 G0 = "config_groups.group_0"
 ZERO = torch.zeros(1, dtype=torch.int32)
+LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 CASES: dict[str, Case] = {
     "scale is missing": Case("group", "missing", f"{Q}.weight_scale", EVERY, lambda t: t.pop(f"{Q}.weight_scale")),
     "norm is missing": Case("group", "missing", "model.norm.weight", EVERY, lambda t: t.pop("model.norm.weight")),
@@ -335,6 +336,31 @@ CASES: dict[str, Case] = {
     "exponent byte 255": Case("MXFP4A16", "values", f"{Q}.weight_scale", EVERY, put(f"{Q}.weight_scale", first(255))),
     "zero in a scale": Case(
         "group", "zero-scale", f"{Q}.weight_scale", EVERY, put(f"{Q}.weight_scale", first(0)), severity="note"
+    ),
+    "NaN in codes": Case("FP8", "values", f"{UP}.weight", EVERY, put(f"{UP}.weight", first(float("nan")))),
+    "negative scale": Case("group", "values", f"{Q}.weight_scale", EVERY, put(f"{Q}.weight_scale", first(-0.5))),
+    "negative divisor": Case(
+        "NVFP4A16",
+        "values",
+        f"{DOWN}.weight_global_scale",
+        EVERY,
+        put(f"{DOWN}.weight_global_scale", lambda t: -t),
+    ),
+    "infinite divisor": Case(
+        "NVFP4A16",
+        "values",
+        f"{DOWN}.weight_global_scale",
+        EVERY,
+        put(f"{DOWN}.weight_global_scale", lambda t: t / 0),
+    ),
+    "no scale of static inputs": Case(
+        "FP8", "missing", f"{DOWN}.input_scale", EVERY, lambda t: t.pop(f"{DOWN}.input_scale")
+    ),
+    "no divisor of inputs": Case(
+        "NVFP4A16", "missing", f"{DOWN}.input_global_scale", EVERY, config=group(input_activations=LOCAL)
+    ),
+    "zero in a scale of inputs": Case(
+        "FP8", "zero-scale", f"{DOWN}.input_scale", EVERY, put(f"{DOWN}.input_scale", lambda t: t * 0)
     ),
     "zero divisor": Case(
         "NVFP4A16",

@@ -186,5 +186,18 @@ def named_tensors(given: Map, role: str) -> dict[str, Tensor]:
     return {f"{role}_{part}": t for part, t in stored.items() if t is not None}
 
 
+def kept(args: Args | None, role: str) -> tuple[str, ...]:
+    """Local names of the tensors without which a file does not say how activations are rounded.
+
+    >>> kept(Args(None, 8, "float", True, "tensor"), "input")
+    ('input_scale',)
+    """
+    if args is None or args.dynamic is True:
+        return ()
+    if args.dynamic == "local":
+        return (f"{role}_global_scale",)
+    return (f"{role}_scale",) if args.symmetric else (f"{role}_scale", f"{role}_zero_point")
+
+
 def _dtype_name(scales: ScaleGrid | None) -> str | None:
     return next((name for name, grid in SCALE_GRIDS.items() if grid == scales), None)
