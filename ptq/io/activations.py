@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ptq._tree import tensors, tree_map, with_tensors
 from ptq.errors import BadInput
 from ptq.io.layouts import SCALE_GRIDS, grid_of
-from ptq.io.quantization_config import Args, Config
+from ptq.io.quantization_config import QUANTIZED, Args, Config, Quantizers
 from ptq.io.safetensors import OnDisk, positive
 from ptq.models.naming import Reading, in_order
 from ptq.numerics.grids import ScaleGrid
@@ -66,8 +66,8 @@ def read_maps(
     """
     found: Maps = {}
     for name, sources in reading.sources.items():
-        modules = [source.removesuffix(".weight") for source in in_order(sources)]
-        given = [config.quantizers(module, classes(f"{module}.weight")) for module in modules]
+        modules = [_module(source, entries) for source in in_order(sources)]
+        given = [_quantizers(config, module, classes) for module in modules]
         for key, role, side in ((name, "input", 1), (f"{name}@out", "output", 2)):
             maps = [
                 _map(entries, f"{module}.{role}", quantizers[side], where)
@@ -77,6 +77,19 @@ def read_maps(
             if maps and len(maps) == len(modules):
                 found[key] = (_together(name, maps),)
     return found | _attention_maps(skeleton, reading, entries, config, where)
+
+
+def _module(source: str, entries: Mapping[str, OnDisk]) -> str | None:
+    """Whose weight a tensor of a file is: its module's, or its own where it is a stack of compressed experts."""
+    stack = any(f"{source}.{part}" in entries for part in ("weight", "weight_packed"))
+    return source if stack else source.removesuffix(".weight") if source.endswith(".weight") else None
+
+
+def _quantizers(config: Config, module: str | None, classes: Classes) -> Quantizers:
+    kinds = () if module is None else classes(f"{module}.weight")
+    if module is None or QUANTIZED.isdisjoint(kinds):
+        return Quantizers(None)
+    return config.quantizers(module, kinds)
 
 
 def _map(entries: Mapping[str, OnDisk], prefix: str, args: Any, where: Path) -> Map:

@@ -23,6 +23,9 @@ KEYS = ("quantization_config", "compression_config")
 """where a config has it, the old name last"""
 
 
+QUANTIZED = frozenset({"Linear", "Embedding"})
+"""classes of the modules that schemes are for, attention aside; a target's regex may well hit others"""
+
 _ROLES = ("weights", "input_activations", "output_activations")
 _BITS = {"int": range(1, 9), "float": (4, 6, 8)}
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")

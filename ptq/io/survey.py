@@ -14,7 +14,7 @@ from ptq.io.activations import ACTIVATIONS, CACHE
 from ptq.io.bitmask import Masked
 from ptq.io.compressed_tensors import WEIGHT
 from ptq.io.layouts import LAYOUTS, inferred
-from ptq.io.quantization_config import KEYS, Args, Config, Quantizers, parse
+from ptq.io.quantization_config import KEYS, QUANTIZED, Args, Config, Quantizers, parse
 from ptq.io.safetensors import OnDisk
 from ptq.models.naming import assigned, names_in_files, read
 from ptq.models.skeleton import aliases
@@ -141,8 +141,8 @@ def _classes(skeleton: nn.Module, weight: str | None) -> list[str]:
 
 
 def _module(name: str, parts: Mapping[str, Entry], config: Config | None, classes: Sequence[str]) -> Module:
-    known = config is not None and not {"Linear", "Embedding"}.isdisjoint(classes)
-    weights, *activations = config.quantizers(name, classes) if config and known else Quantizers(None)
+    has = config is not None and not QUANTIZED.isdisjoint(classes)
+    weights, *activations = config.quantizers(name, classes) if config and has else Quantizers(None)
     args = _scheme(weights, parts)
     return Module(name, classes, parts, _shape(parts, args), args, *activations)
 
