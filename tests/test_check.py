@@ -23,7 +23,7 @@ from ptq.io import check as checking, save as saving
 from ptq.io.check import check
 from ptq.io.fused import FUSED
 from ptq.io.hub import open_model
-from ptq.io.matching import library_ignores, library_target, vllm_ignores, vllm_target
+from ptq.io.matching import Targets
 from ptq.io.save import save
 from ptq.io.survey import ERROR, Finding
 from ptq.numerics.grids import Float8, Int
@@ -460,17 +460,17 @@ def test_a_shard_that_is_missing(good: Callable[[str], Path], tmp_path: Path) ->
 
 @pytest.mark.parametrize("case", MATCHING, ids=[case["note"] for case in MATCHING])
 def test_targets_are_chosen_as_loaders_choose_them(case: dict[str, Any]) -> None:
-    targets, ignore = case["targets_in_config_order"], case["ignore"]
+    targets, ignore = Targets(case["targets_in_config_order"]), Targets(case["ignore"])
     for row in case["compressed_tensors"]:
         classes = [row["class"], "Module"]
-        ignored = library_ignores(ignore, row["module"], classes)
-        chosen = None if ignored else library_target(targets, row["module"], classes)
+        ignored = ignore.library(row["module"], classes) is not None
+        chosen = None if ignored else targets.library(row["module"], classes)
         assert chosen == row["winning_target"]
     for row in case["vllm"]:
         parent, _, name = row["module"].rpartition(".")
         shards = [f"{parent}.{shard}" for shard in FUSED.get(name, ())]
-        ignored = vllm_ignores(ignore, row["module"], shards)
-        chosen = None if ignored else vllm_target(targets, row["module"], row["class"], shards)
+        ignored = ignore.vllm_ignores(row["module"], shards)
+        chosen = None if ignored else targets.vllm(row["module"], row["class"], shards)
         if str(row["winning_target"]).startswith("ERROR"):
             assert ignored is None
         else:

@@ -111,7 +111,10 @@ def surveyed(where: Path, raw: Mapping[str, Any], entries: Mapping[str, Entry], 
     heads = text.get("num_key_value_heads", raw.get("num_key_value_heads"))
     tied = bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     buffers = {name for name, _ in skeleton.named_buffers()}
-    return Survey(table, config, entries, modules, missing, unused, _head(skeleton, names), tied, heads, buffers)
+    path = head_of(skeleton)
+    head = next((file for file, name in names.items() if name == f"{path}.weight"), f"{path}.weight")
+    head = head.removesuffix(".weight")
+    return Survey(table, config, entries, modules, missing, unused, head, tied, heads, buffers)
 
 
 def unwrapped(table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,11 +191,10 @@ def _unmatched(skeleton: nn.Module, leaves: Mapping[str, Any]) -> tuple[list[str
     return [file for names in files.values() for file in names], list(reading.unused)
 
 
-def _head(skeleton: nn.Module, names: Mapping[str, str]) -> str:
+def head_of(skeleton: nn.Module) -> str:
+    """The name in memory of the module that gives logits."""
     made: Any = getattr(skeleton, "get_output_embeddings", lambda: None)()
-    path = next((path for path, module in skeleton.named_modules() if module is made), "lm_head")
-    file = next((file for file, name in names.items() if name == f"{path}.weight"), f"{path}.weight")
-    return file.removesuffix(".weight")
+    return next((path for path, module in skeleton.named_modules() if module is made), "lm_head")
 
 
 def packed_words(args: Args) -> bool:
