@@ -123,7 +123,19 @@ def joined(skeleton: nn.Module, source: Source, dtype: torch.dtype, where: Path)
     if source.quantization is None:
         return parts
     classes = _classes(skeleton, parts)
-    return source.restored(collected(parts, source.quantization, classes, dtype, where))
+    leaves = collected(parts, source.quantization, classes, dtype, where)
+    return source.restored(leaves, _transposed(skeleton, source.stacks))
+
+
+def _transposed(skeleton: nn.Module, stacks: Iterable[str]) -> Callable[[str], bool]:
+    """Whether the model multiplies by a stack of experts as it is, `[e, in, out]`: transformers marks their modules."""
+    names = assigned(skeleton, stacks)
+
+    def turned(stack: str) -> bool:
+        owner = skeleton.get_submodule(names[stack].rpartition(".")[0]) if stack in names else None
+        return bool(getattr(owner, "is_transposed", False))
+
+    return turned
 
 
 def _tell_orders(skeleton: nn.Module, reading: Reading, source: Source, config: Config, where: Path) -> None:
