@@ -410,6 +410,34 @@ def test_one_line_in_a_process_of_its_own(tiny_llama: Path, out: Path) -> None:
 # Other failures
 
 
+def short_of(memory: str) -> Exception:
+    if memory == "cpu":
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(1 << 60)
+        return caught.value
+    told = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
+    return MemoryError() if memory == "python" else torch.OutOfMemoryError(told)
+
+
+@pytest.mark.parametrize(
+    ("memory", "asked"),
+    [("cpu", r"; tried to allocate \d+ bytes"), ("cuda", "; Tried to allocate 2.00 GiB"), ("python", "")],
+)
+def test_too_little_memory_is_one_line(
+    memory: str, asked: str, cli: Callable[..., Done], tiny_llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = short_of(memory)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("ptq.pipeline.spine.Spine.__init__", fail)
+    done = cli("compress", tiny_llama, out, *LONG)
+    assert done.code == 1
+    assert re.fullmatch(f"ptq: out of memory{asked}; fewer --samples, .*\n", done.err)
+    assert list(out.parent.iterdir()) == []
+
+
 def test_a_full_disk_is_exit_code_1(tiny_llama: Path, out: Path) -> None:
     """As far as a process can tell: its files may not grow beyond 200 KiB."""
     command = [sys.executable, "-m", "ptq", "compress", str(tiny_llama), str(out), "--recipe", "rtn-w8a16"]

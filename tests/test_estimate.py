@@ -15,7 +15,9 @@ from torch import Tensor
 from conftest import llama_config, stock
 from ptq.base import chain, targets
 from ptq.io.hub import open_model
-from ptq.io.save import save
+from ptq.io.output import WORK
+from ptq.io.safetensors import OnDisk, headers
+from ptq.io.save import save, write
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
 from ptq.numerics.patterns import NM
@@ -82,6 +84,25 @@ def test_disk_of_a_head_that_gets_weights_of_its_own(tiny_gemma3: Path, tmp_path
     found = estimated(run)
     assert found.disk == pytest.approx(save(run, tmp_path / "out").nbytes, rel=0.01)
     assert found.disk > estimated(planned(model, None, rtn(W4))).disk
+
+
+@pytest.mark.parametrize(
+    "stages", [(sparsegpt(NM(2, 4)), gptq(W4)), (fold_norms(), sparsegpt(NM(2, 4)), gptq(W4)), (gptq(W4),)], ids=len
+)
+def test_what_earlier_stages_leave_beside_the_result(
+    stages: tuple[Any, ...], tiny_llama: Path, tmp_path: Path, ids: Tensor
+) -> None:
+    run = planned(open_model(tiny_llama), ids, *stages)
+    found, left = estimated(run), 0
+    for _ in write(run, tmp_path / "out"):
+        files = headers_of(tmp_path / "out.partial" / WORK)
+        left = sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in files)
+    assert found.kept == pytest.approx(left, rel=0.01)
+    assert (left > 0) == (len(stages) > 1)
+
+
+def headers_of(directory: Path) -> list[OnDisk]:
+    return [leaf for file in directory.glob("*.safetensors") for leaf in headers(file).values()]
 
 
 @pytest.mark.slow

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from ptq.base import leafwise, targets
 from ptq.numerics.patterns import NM, Unstructured
 from ptq.numerics.schemes import scheme
 from ptq.numerics.stats import Gram
-from ptq.pipeline.identity import digest
+from ptq.pipeline.digest import digest
 from ptq.transforms.gptq import gptq
 from ptq.transforms.sparsegpt import sparsegpt
 
@@ -75,6 +78,58 @@ def test_what_a_function_reads_of_its_module_counts(monkeypatch: pytest.MonkeyPa
     assert digest(reads_a_constant) == before
     monkeypatch.setitem(globals(), "LEVELS", 64)
     assert digest(reads_a_constant) != before
+
+
+HELPERS = """
+from ptq.base import leafwise
+import helpers_below as below
+
+LIMIT = {limit}
+
+class Clip:
+    __slots__ = ("high",)
+
+    def __init__(self, high):
+        self.high = high
+
+    def __call__(self, w):
+        return w.clamp({low}, self.high)
+
+def bounded(w):
+    return (lambda v: below.scaled(v))(w.clamp(-LIMIT, LIMIT))
+
+by_function = lambda: leafwise((), lambda w: bounded(w))
+by_object = lambda: leafwise((), Clip({high}))
+"""
+BELOW = "FACTOR = {factor}\n\ndef scaled(w):\n    return w * FACTOR {sign} 1\n"
+PLAIN = {"limit": 1, "low": 0, "high": 1, "factor": 2, "sign": "+"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("by_function", {"limit": 2}),
+        ("by_function", {"factor": 3}),
+        ("by_function", {"sign": "-"}),
+        ("by_object", {"high": 2}),
+        ("by_object", {"low": -1}),
+    ],
+)
+def test_a_user_s_other_modules_count(
+    kind: str, change: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(where: str, **change: object) -> str:
+        """The digest of what the same two modules make, but for the change, wherever they lie."""
+        (tmp_path / where).mkdir()
+        (tmp_path / where / "helpers_below.py").write_text(BELOW.format(**PLAIN | change))
+        (tmp_path / where / "helpers.py").write_text(HELPERS.format(**PLAIN | change))
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path / where))
+            for name in ("helpers", "helpers_below"):
+                patch.delitem(sys.modules, name, raising=False)
+            return digest(getattr(importlib.import_module("helpers"), kind)())
+
+    assert made("here") == made("there") != made("changed", **change)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from ptq.cli.main import main
 from ptq.cli.plan_tables import show_plan
+from ptq.pipeline.offload import Offload
 
 SMALL = ["--samples", "4", "--seq-len", "32", "--device", "cpu"]
 Run = Callable[..., tuple[int, str, str]]
@@ -46,12 +48,29 @@ def test_blocks_of_equal_cost_are_one_line(dry: Run, tiny_llama: Path, tmp_path:
     assert report["model"] == str(tiny_llama)
 
 
+@pytest.mark.parametrize("short", ["memory", "disk", "offload"])
+def test_what_does_not_fit_is_exit_code_1(
+    short: str, dry: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, usage = ["--offload", tmp_path] if short == "offload" else [], shutil.disk_usage(tmp_path)
+    if short == "memory":
+        monkeypatch.setattr("ptq.pipeline.estimate.memory_limit", lambda device: 1000)
+    elif short == "disk":
+        monkeypatch.setattr("ptq.pipeline.estimate.shutil.disk_usage", lambda path: usage._replace(free=1000))
+    else:
+        monkeypatch.setattr(Offload, "free", 1000)
+    code, out, err = dry(tiny_llama, "gptq-w4a16-g64", *place)
+    assert (code, err) == (1, "")
+    assert [line.partition(" ")[0] for line in out.splitlines() if "too much: there is only 0.0 MB" in line] == [short]
+
+
 def test_patterns_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     """Square brackets are words of the terminal's markup, and of regular expressions."""
     pattern = "re:.*[upgate]+_proj :+1:"
     clause = {"pattern": pattern, "ignore": ["re:[a-z]"], "earlier": [], "reaches": ["a", "b"]}
     member = {"transform": "halve", "targets": [clause], "weights": ["a"]}
     totals = {"memory": {"peak": 2, "now": 1, "limit": 1}, "bytes": 3, "free": 4, "seconds": {"total": 0.0}}
+    totals |= {"kept": 2, "offload": {"peak": 7_000_000, "free": 10**9}}
     show_plan({"stages": [[member]], "blocks": [], "ties": {}, "untied": [], "totals": totals})
     shown = capsys.readouterr().out
     assert f"{pattern} (2) without re:[a-z]" in shown

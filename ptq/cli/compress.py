@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="FILE.json", type=Path, help="write the report as JSON")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Opens, calibrates, compresses, writes block by block, and shows what was done; or only what would be."""
     from ptq.cli.plan_tables import show_plan
     from ptq.cli.tables import show_report
@@ -68,3 +68,4 @@ def run(args: argparse.Namespace) -> None:
     if args.report:
         args.report.expanduser().write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (show_plan if args.dry_run else show_report)(report)
+    return int(args.dry_run and not report["totals"]["fits"])

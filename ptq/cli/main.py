@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import warnings
@@ -28,6 +29,9 @@ _COMMANDS = {
     "recipes": recipes,
     "demo": demo,
 }
+
+
+_LESS = "fewer --samples, a smaller --batch-size or, where there is one, --offload DIRECTORY take less"
 
 
 class Terminated(BaseException):
@@ -63,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         from ptq.errors import BadInput, PtqError
 
+        if _out_of_memory(error):
+            asked = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
+            return _failed("; ".join(("out of memory", *([asked[0]] if asked else []), _LESS)), 1, error)
         if not isinstance(error, PtqError | OSError):
             raise
         return _failed(str(error), 2 if isinstance(error, BadInput) else 1, error)
@@ -78,6 +85,12 @@ def _parser() -> Parser:
         command.configure(own)
         own.set_defaults(run=command.run)
     return parser
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Python's own, a device's, or a CPU's, which torch tells as an error like any other."""
+    kind = type(error).__name__
+    return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 def _failed(message: str, code: int, error: BaseException) -> int:

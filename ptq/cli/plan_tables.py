@@ -117,7 +117,11 @@ def _totals(totals: Mapping[str, Any]) -> Iterator[str]:
     memory, seconds = totals["memory"], totals["seconds"]
     now = amount(memory["now"])
     yield f"memory {amount(memory['peak'])}, of which {now} now; {_room(memory['peak'], memory['limit'])}"
-    yield f"disk {amount(totals['bytes'])}; {_room(totals['bytes'], totals['free'])}"
+    besides = f" and {amount(totals['kept'])} until it is whole" if totals["kept"] else ""
+    yield f"disk {amount(totals['bytes'])}{besides}; {_room(totals['bytes'] + totals['kept'], totals['free'])}"
+    away = totals["offload"]
+    if away["peak"]:
+        yield f"offload {amount(away['peak'])}; {_room(away['peak'], away['free'])}"
     parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if name != "total")
     yield f"time {seconds['total']:.1f} s: {parts}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
@@ -48,7 +48,8 @@ def estimate(job: Job, out: str | Path | None = None) -> Estimate:
     ):
         free = shutil.disk_usage(scratch).free
         # In a thread, as a run does: OpenMP waits in another way where several threads compute.
-        return Estimate(thread.submit(_tried, job, Path(scratch)).result(), resident, limit, free)
+        blocks = thread.submit(_tried, job, Path(scratch)).result()
+    return Estimate(blocks, resident, limit, free, job.offload.free if job.offload else 0)
 
 
 def _tried(job: Job, scratch: Path) -> tuple[BlockEstimate, ...]:
@@ -74,6 +75,8 @@ class _Visit(NamedTuple):
     tasks: list[Task]
     runs: bool
     """whether micro-batches go through it"""
+    last: bool
+    """whether no stage comes after"""
     flight: int | None
     """bytes of all that is worked on at a time, where nothing is measured"""
 
@@ -97,20 +100,21 @@ class _Estimator:
 
     def blocks(self) -> list[BlockEstimate]:
         """All stages together."""
-        stages = [list(map(self._block, self._visits(members))) for members in self.plan.stages or ((),)]
+        todo = self.plan.stages or ((),)
+        stages = [list(map(self._block, self._visits(members, members is todo[-1]))) for members in todo]
         return [reduce(BlockEstimate.then, block) for block in zip(*stages, strict=True)]
 
-    def _visits(self, members: Sequence[Member]) -> list[_Visit]:
+    def _visits(self, members: Sequence[Member], last: bool) -> list[_Visit]:
         segments = self.plan.segments
         work = [list(tasks(members, segment)) for segment in segments]
         checks = any(m.transform.kind == "reparam" for m in members)
         met = [i for i, s in enumerate(segments) if work[i] or (checks and s.module is not None)]
         if not any(map(needs_data, members)):
             flight = self._flight(task for found in work for task in found)
-            return [_Visit(s, None, members, found, False, flight) for s, found in zip(segments, work, strict=True)]
+            return [_Visit(s, None, members, t, False, last, flight) for s, t in zip(segments, work, strict=True)]
         end = max(met, default=-1)  # there forwards end
         pairs = zip(segments, (*segments[1:], None), work, strict=True)
-        return [_Visit(s, after, members, found, i <= end, None) for i, (s, after, found) in enumerate(pairs)]
+        return [_Visit(s, after, members, t, i <= end, last, None) for i, (s, after, t) in enumerate(pairs)]
 
     def _flight(self, found: Iterable[Task]) -> int:
         """So many of the largest tasks are worked on at a time."""
@@ -128,11 +132,19 @@ class _Estimator:
             sum(nbytes(self.params[n]) for n in names),
             sum(map(self._computed, names if visit.runs else ())),
             round(sum(solved.values())) + sum(size * self._copies(n) for n, size in plain.items()),
+            0 if visit.last else round(sum(c.solved for c in costs)) + self._changed(visit, plain),
             self._weights(visit, plain),
             parked,
             round(sum(c.solved for c in costs)) + max(rooms, default=0),
             self._seconds(visit, costs, parked, sum(plain.values()), sum(solved.values(), 0.0)),
         )
+
+    def _changed(self, visit: _Visit, plain: Mapping[str, int]) -> int:
+        """Bytes of the parameters that a change of variables changes, of those that are not solved."""
+        changes = [m for m in visit.members if m.transform.kind == "reparam"]
+        linked = {n for m in changes for link in m.links for n in (link.source, *link.sinks)}
+        alone = {n for m in changes if not m.links for names in m.sites.values() for n in names}
+        return sum(plain.get(n, 0) for n in linked | alone)
 
     def _weights(self, visit: _Visit, plain: Iterable[str]) -> int:
         """Bytes of weights that are in memory."""

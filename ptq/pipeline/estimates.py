@@ -35,6 +35,8 @@ class BlockEstimate(NamedTuple):
     """of its weights as they are computed with"""
     stored: int
     """of its weights as they will be stored"""
+    kept: int
+    """of its weights as earlier stages leave them, which lie beside the result until it is whole"""
     weights: int
     """of weights in memory: as they are read, cast where that is not the same, and those that are worked on ahead"""
     activations: Activations
@@ -49,8 +51,8 @@ class BlockEstimate(NamedTuple):
 
     def then(self, later: BlockEstimate) -> BlockEstimate:
         """This stage and a later one: memory is that of the one that needs most."""
-        most = max(self, later, key=lambda b: b.memory)
-        return most._replace(stored=later.stored, seconds=self.seconds.plus(later.seconds))
+        most, kept = max(self, later, key=lambda b: b.memory), self.kept + later.kept
+        return most._replace(stored=later.stored, kept=kept, seconds=self.seconds.plus(later.seconds))
 
 
 class Estimate(NamedTuple):
@@ -63,6 +65,8 @@ class Estimate(NamedTuple):
     """bytes that it may have"""
     free: int
     """bytes free on the disk that the result goes to"""
+    elsewhere: int = 0
+    """bytes free where activations are offloaded to"""
 
     @property
     def peak(self) -> int:
@@ -73,6 +77,22 @@ class Estimate(NamedTuple):
     def disk(self) -> int:
         """Bytes of tensors in the result."""
         return sum(b.stored for b in self.blocks)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that lie beside the result until it is whole."""
+        return sum(b.kept for b in self.blocks)
+
+    @property
+    def spilled(self) -> int:
+        """The most bytes at the offload place at any time."""
+        return max((b.activations.spilled for b in self.blocks), default=0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for all of it."""
+        needs = ((self.peak, self.limit), (self.disk + self.kept, self.free), (self.spilled, self.elsewhere))
+        return all(needed <= there for needed, there in needs)
 
     @property
     def seconds(self) -> Seconds:

@@ -8,6 +8,7 @@ is, and the bytes come back before the forward goes on.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from torch import Tensor, UntypedStorage
 from ptq._tree import tree_map
 from ptq.errors import BadInput
 from ptq.io.files import naming
+from ptq.pipeline.budget import memory_limit
 
 _LEAST = 1 << 16  # bytes; what is smaller is not worth a copy
 
@@ -42,6 +44,11 @@ class Offload:
             self._device = _device(place)
             if self._device == computes:
                 raise BadInput(f"offload {str(place)!r}: forwards run there, so it frees no memory; name a directory")
+
+    @property
+    def free(self) -> int:
+        """Bytes that there is room for."""
+        return memory_limit(self._device) if self._directory is None else shutil.disk_usage(self._directory).free
 
     def storage(self, nbytes: int) -> UntypedStorage:
         """Room for some bytes."""

@@ -25,7 +25,10 @@ def plan_report(plan: Plan, estimate: Estimate) -> dict[str, Any]:
         "totals": {
             "memory": {"peak": estimate.peak, "now": estimate.resident, "limit": estimate.limit},
             "bytes": estimate.disk,
+            "kept": estimate.kept,
             "free": estimate.free,
+            "offload": {"peak": estimate.spilled, "free": estimate.elsewhere},
+            "fits": estimate.fits,
             "seconds": {**estimate.seconds._asdict(), "total": estimate.seconds.total},
         },
     }
@@ -57,6 +60,7 @@ def _block(block: BlockEstimate) -> dict[str, Any]:
         "read": block.read,
         "computed": block.computed,
         "stored": block.stored,
+        "kept": block.kept,
         "weights": block.weights,
         "activations": block.activations._asdict(),
         "working": block.working,
