@@ -217,7 +217,13 @@ def _check_all(check: Callable[[Leaf], None], leaves: Mapping[str, Leaf]) -> Non
         except BadInput as error:
             refused.setdefault(str(error), []).append(weight)
     if refused:
-        raise BadInput("; ".join(f"{', '.join(weights)}: {reason}" for reason, weights in refused.items()))
+        raise BadInput("; ".join(f"{_listed(weights)}: {reason}" for reason, weights in refused.items()))
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    """Some of the names, and how many more."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return " ".join((", ".join(names[:most]), *more))
 
 
 def _check_solved(name: str, weight: str, before: Leaf, after: Leaf) -> None:

@@ -54,7 +54,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "header": (shards._Shard, "close"),
     "names": (job, "rename_shards"),
     "config": (saving, "_write_config"),
-    "side files": (saving, "_carry_files"),
+    "side files": (saving, "carry_files"),
     "what made it": (saving, "write_json"),
     "rename": (output, "swap"),
 }

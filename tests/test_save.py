@@ -637,6 +637,7 @@ def test_a_source_s_files_are_not_mistaken_for_those_of_a_job(tmp_path: Path) ->
     for name in (*names, ".job/journal"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("not a journal\n")
+    (source / "stage-1" / "back").symlink_to(source)
     (source / "stage-1").chmod(0o500)
     save(open_model(source), tmp_path / "out")
     found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ptq.cli.options import add_data, add_model, add_overwrite, add_place
+from ptq.cli.options import add_data, add_format, add_model, add_overwrite, add_place
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of transforms that draw random numbers (default 0)")
     add_place(parser, "auto")
     add_overwrite(parser)
+    add_format(parser, "auto")
     parser.add_argument(
         "--offload", metavar="PLACE", help="put waiting activations there: a directory, or a device such as cpu"
     )
@@ -37,12 +38,14 @@ def run(args: argparse.Namespace) -> int:
     from ptq.errors import BadInput
     from ptq.io.hub import open_model
     from ptq.io.output import check_output
+    from ptq.io.save import check_format
     from ptq.pipeline.estimate import estimate
     from ptq.pipeline.plan_report import plan_report
     from ptq.pipeline.run import compress
     from ptq.recipes.presets import recipe
 
     stages = recipe(args.recipe)
+    check_format(args.format)
     check_output(args.out, args.overwrite, args.model, args.resume)
     if args.report:
         refuse_unwritable(args.report, args.out, args.model)
@@ -61,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
         offload=args.offload,
     )
     if args.dry_run:
-        made = plan_report(work.plan, estimate(work.job, args.out))
+        made = plan_report(work.plan, estimate(work.job, args.out, args.format))
     else:
-        made = write(work, args.out, args.overwrite, args.resume)
+        made = write(work, args.out, args.overwrite, args.resume, args.format)
     report = {"model": args.model, **made}
     if args.report:
         args.report.expanduser().write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

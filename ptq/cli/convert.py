@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from ptq.cli.options import add_model, add_overwrite
+from ptq.cli.options import add_format, add_model, add_overwrite
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """MODEL, OUT, --format."""
     add_model(parser)
     parser.add_argument("out", metavar="OUT", help="directory to write; does not exist until it is whole")
-    parser.add_argument("--format", required=True, help="such as dense or pack-quantized; values stay the same")
+    add_format(parser, None)
     add_overwrite(parser)
 
 

@@ -55,6 +55,12 @@ def add_place(parser: argparse.ArgumentParser, dtype: str) -> None:
     )
 
 
+def add_format(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """What a result is stored as."""
+    text = "what weights are stored as: dense, pack-quantized, sparse-24-bitmask, ...; auto: what suits each"
+    parser.add_argument("--format", required=default is None, default=default, metavar="F", help=text)
+
+
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
     """Whether an old result may go."""
     parser.add_argument("--overwrite", action="store_true", help="replace OUT, which stays until the new one is whole")

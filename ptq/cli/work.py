@@ -61,10 +61,10 @@ class Bar:
         self._bar.update(self._task, completed=done, description=f"{stage}{step.name}", rate=rate)
 
 
-def write(run: Run, out: str | Path, overwrite: bool, resume: bool = False) -> dict[str, Any]:
+def write(run: Run, out: str | Path, overwrite: bool, resume: bool = False, form: str = "auto") -> dict[str, Any]:
     """Writes a run's blocks as they are finished; returns its report, completed by what the files say."""
     with Bar(run):
-        saved = save(run, out, overwrite=overwrite, resume=resume)
+        saved = save(run, out, overwrite=overwrite, format=form, resume=resume)
     report = run.report
     worked_on = {w["name"] for block in report["blocks"] for w in block["weights"]}
     notes = [f"{name}: {note}" for name, note in saved.notes.items() if name not in worked_on]

@@ -195,8 +195,9 @@ def opened(
             yield job
         except BaseException as error:
             job.writer.abort()
-            if identity is not None and job.blocks:
-                blocks = f"{job.blocks} finished block{'s' if job.blocks > 1 else ''}"
+            if valuable(directory):
+                count = max(job.blocks, 1)  # a signal may come between the line and the count
+                blocks = f"{count} finished block{'s' if count > 1 else ''}"
                 error.add_note(f"{blocks} kept in {directory}; the same command with --resume goes on from there")
             else:
                 _remove([directory, *made])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial as bound
 from pathlib import Path
@@ -19,13 +18,13 @@ from ptq.errors import BadInput
 from ptq.io.bitmask import FORMATS as BITMASKS
 from ptq.io.check import check, damage, remarks
 from ptq.io.files import naming, read_json, sync, write_json
-from ptq.io.foreign import MODELOPT_CONFIG
 from ptq.io.job import Past, Report, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
 from ptq.io.output import JOURNAL, RECORD, check_output, conclude, locked, partial, tidy
 from ptq.io.quantization_config import dump
 from ptq.io.safetensors import headers
 from ptq.io.shards import SHARD_SIZE
+from ptq.io.side_files import carry_files
 from ptq.io.writer import Writer
 from ptq.models.model import Model
 from ptq.models.skeleton import checkpoint_dtype
@@ -35,10 +34,7 @@ PRUNED = "weight_sparsity"
 """Where config.json names pruned modules, by what their zeros obey. Zeros are stored, so that nobody needs it to load
 the weights. It stands at the top because loaders pass over what they do not know there, while a `sparsity_config` with
 targets makes vLLM refuse the model, dense or not; and one file has it all, which headers of shards do not."""
-_WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz"}
 _FORMATS = ("dense", "frozen", *LAYOUTS, *BITMASKS)
-_OWN_FILES = ("config.json", MODELOPT_CONFIG, RECORD)
-"""what is written anew, or says how the source was compressed"""
 _TIMES = ("seconds", "peak_bytes")
 """what differs between two runs of one job, and so has no place in its result"""
 
@@ -225,9 +221,14 @@ def _refuse_damaged(target: Path, made: Mapping[str, Any]) -> None:
         raise BadInput(f"{target}: holds {found} bytes of tensors, expected {made['nbytes']}; {again}")
 
 
-def _checked(start: Model, path: str | Path, overwrite: bool, form: str, resume: bool) -> Path:
+def check_format(form: str) -> None:
+    """Raises `BadInput` where no weight is written as that."""
     if form not in ("auto", *_FORMATS):
         raise BadInput(f"format {form!r} is not written; expected auto, {', '.join(_FORMATS)}")
+
+
+def _checked(start: Model, path: str | Path, overwrite: bool, form: str, resume: bool) -> Path:
+    check_format(form)
     return check_output(path, overwrite, start.source, resume)
 
 
@@ -238,7 +239,7 @@ def _writer(model: Model, form: str, shard_size: int, directory: Path, records: 
 def _complete(model: Model, made: dict[str, Any] | None, directory: Path, writer: Writer) -> None:
     """All files but the shards; the one that says what made them comes last."""
     with naming(directory):
-        _carry_files(model, directory)
+        carry_files(model, directory)
         _write_config(model, writer, directory)
     _check(model, writer, directory)
     for file in directory.rglob("*"):
@@ -291,32 +292,3 @@ def _quantization(writer: Writer) -> dict[str, Any] | None:
         return None
     ignored = writer.ignored() if modules or writer.sparsity else []
     return dump(modules, ignored, writer.by_class, attention, cache, writer.sparsity)
-
-
-def _carry_files(model: Model, directory: Path) -> None:
-    """Files of the source that are no weights; what a source without files lacks is made from the model."""
-    if model.source is not None and model.source.is_dir():
-        for entry in sorted(model.source.iterdir()):
-            if entry.name.startswith(".") or entry.name.endswith(".partial") or entry.name in _OWN_FILES:
-                continue
-            if entry.is_file() and not _is_weights(entry):
-                shutil.copyfile(entry, directory / entry.name)
-            # A folder with weights in it is another checkpoint, perhaps the one that is being written.
-            elif entry.is_dir() and not any(map(_is_weights, entry.rglob("*"))):
-                _copy_folder(entry, directory / entry.name)
-    elif model.tokenizer is not None:
-        model.tokenizer.save_pretrained(directory)
-    generation: Any = getattr(model.module, "generation_config", None)
-    if generation is not None and not (model.source and (model.source / "generation_config.json").exists()):
-        generation.to_json_file(directory / "generation_config.json")
-
-
-def _copy_folder(source: Path, target: Path) -> None:
-    """Contents only: where a folder may not be written to, its copy must still be."""
-    target.mkdir(exist_ok=True)
-    for entry in source.iterdir():
-        (_copy_folder if entry.is_dir() else shutil.copyfile)(entry, target / entry.name)
-
-
-def _is_weights(file: Path) -> bool:
-    return file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json")

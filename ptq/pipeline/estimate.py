@@ -34,12 +34,13 @@ _FLOPS = 1 << 36  # of a trial's way through the largest block: about a second
 _TOKENS = 256  # what it has at least, so that products are as fast as in a run
 
 
-def estimate(job: Job, out: str | Path | None = None) -> Estimate:
+def estimate(job: Job, out: str | Path | None = None, form: str = "auto") -> Estimate:
     """Estimates a run; reads no weight and leaves nothing behind.
 
     Args:
         job: what will be done.
         out: where the result will be: that disk is tried. Default: the system's place for temporary files.
+        form: what weights will be stored as, as `ptq.save` takes it.
     """
     resident, limit = resident_bytes(job.place.device), memory_limit(job.place.device)
     with (
@@ -48,12 +49,12 @@ def estimate(job: Job, out: str | Path | None = None) -> Estimate:
     ):
         free = shutil.disk_usage(scratch).free
         # In a thread, as a run does: OpenMP waits in another way where several threads compute.
-        blocks = thread.submit(_tried, job, Path(scratch)).result()
+        blocks = thread.submit(_tried, job, form, Path(scratch)).result()
     return Estimate(blocks, resident, limit, free, job.offload.free if job.offload else 0)
 
 
-def _tried(job: Job, scratch: Path) -> tuple[BlockEstimate, ...]:
-    writer = Writer(job.plan.model, scratch, "auto", 1 << 40)
+def _tried(job: Job, form: str, scratch: Path) -> tuple[BlockEstimate, ...]:
+    writer = Writer(job.plan.model, scratch, form, 1 << 40)
     try:
         return tuple(_Estimator(job, writer, file_rates(job.plan.model, writer, scratch)).blocks())
     finally:
