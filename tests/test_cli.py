@@ -155,6 +155,17 @@ def test_rounding_needs_no_tokenizer(cli: Callable[..., Done], copied: Path, out
     assert not other.exists()
 
 
+def test_compress_writes_the_format_that_is_asked_for(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    command = ("compress", tiny_llama, out, "--recipe", "magnitude-2of4", "--format", "sparse-24-bitmask")
+    plan, report = (out.with_name(name) for name in ("plan.json", "report.json"))
+    assert cli(*command, "--dry-run", "--report", plan).code == 0
+    assert cli(*command, "--report", report).code == 0
+    assert "model.layers.0.mlp.up_proj.bitmask" in load_file(out / "model.safetensors")
+    planned, made = (json.loads(file.read_text())["totals"]["bytes"] for file in (plan, report))
+    assert planned == pytest.approx(made, rel=0.01)
+    refused(cli(*command[:-1], "zip"), "format 'zip' is not written; expected auto, dense, ")
+
+
 def test_convert_to_dense_gives_the_same_model(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
     packed, dense = out.with_name("packed"), out.with_name("dense")
     assert cli("compress", tiny_llama, packed, "--recipe", "rtn-w4a16-g64").code == 0
