@@ -245,6 +245,36 @@ def test_another_job_is_refused_by_what_changed(what: str, interrupted: Path, id
     assert contents(interrupted) == before
 
 
+def test_another_number_of_threads_is_refused(
+    interrupted: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are cut among threads, and floats do not add up alike."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    run = compress(open_model(interrupted.with_name("model")), [ids], gptq(W4), batch_size=2)
+    with pytest.raises(BadInput, match=f"another number of threads: {threads}, now {threads + 1}"):
+        save(run, interrupted.with_name("out"), resume=True)
+
+
+@pytest.mark.parametrize("how", ["copied", "linked", "moved", "another batch size"])
+def test_the_same_source_may_lie_elsewhere(how: str, interrupted: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+    source, other = interrupted.with_name("model"), tmp_path / "elsewhere" / "other"
+    whole = save(compress(open_model(source), [ids], gptq(W4), batch_size=2), tmp_path / "whole").path
+    other.parent.mkdir()
+    {
+        "copied": lambda: shutil.copytree(source, other, copy_function=shutil.copyfile),
+        "linked": lambda: other.symlink_to(source),
+        "moved": lambda: source.rename(other),
+        "another batch size": lambda: other.symlink_to(source),
+    }[how]()
+    run = compress(open_model(other), [ids], gptq(W4), batch_size=3 if how == "another batch size" else 2)
+    if how == "another batch size":
+        with pytest.raises(BadInput, match="another data: micro-batches 3, now 2"):
+            save(run, tmp_path / "out", resume=True)
+    else:
+        assert contents(save(run, tmp_path / "out", resume=True).path) == contents(whole)
+
+
 def test_another_source_is_refused(interrupted: Path, ids: torch.Tensor) -> None:
     source = interrupted.with_name("model")
     weights = source / "model.safetensors"

@@ -71,6 +71,7 @@ class Job:
         self._replaces = filled(target)
         self._start, self._last = start, max(stages, 1) - 1
         (self.directory / WORK).mkdir(exist_ok=True)
+        sync(self.directory)
         self._journal = Journal(self.directory / JOURNAL)
         self._begin(identity)
         lines = self._journal.lines[1:]
@@ -186,6 +187,8 @@ def opened(
     handle = locked(directory)
     try:
         with _emptied(made):
+            for path in made:
+                sync(path.parent)  # else a power cut may take its name
             if filled(target) and not overwrite:  # it was not when the output was checked
                 raise BadInput(f"{target}: another run has just finished it; look at what it made")
             if not valuable(directory):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ptq.errors import BadInput
-from ptq.io.files import naming
+from ptq.io.files import naming, sync
 
 
 class Journal:
@@ -45,11 +45,14 @@ class Journal:
         data = json.dumps(line, separators=(",", ":")).encode()
         self._sum = zlib.crc32(data, self._sum)
         written = b"%08x %s\n" % (self._sum, data)
-        with naming(self.path), self.path.open("r+b" if self.path.exists() else "xb") as file:
+        known = self.path.exists()
+        with naming(self.path), self.path.open("r+b" if known else "xb") as file:
             file.truncate(self._end)
             file.seek(self._end)
             file.write(written)
             file.flush()
             os.fsync(file.fileno())
+        if not known:
+            sync(self.path.parent)  # else a power cut may take its name
         self._end += len(written)
         self.lines.append(line)

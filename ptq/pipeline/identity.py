@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -21,6 +25,8 @@ from ptq.pipeline.digest import digest
 from ptq.pipeline.place import Place
 from ptq.pipeline.report import versions
 
+_PIECE = 1 << 12
+
 
 def identity(
     model: Model, batches: Sequence[Batch], stages: Sequence[Stage], shown: Any, seed: int, place: Place
@@ -28,8 +34,8 @@ def identity(
     """Recipe, data, model, seed and versions, as JSON: words where a person can compare them, hashes where not.
 
     Args:
-        model: the source. Of files, names, sizes and times of change count, and what the config says; of tensors in
-            memory, every byte.
+        model: the source, wherever it lies. Of files, names, sizes and a sample of the bytes count, and what the
+            config says; of tensors in memory, every byte.
         batches: every byte counts, and how they are cut.
         stages: their code and all that it closes over.
         shown: the recipe in words.
@@ -38,13 +44,17 @@ def identity(
     """
     return {
         "recipe": shown,
-        "code of the recipe": digest(stages),
+        "code of the recipe": {
+            f"{i}.{j} {t.name}": digest(t) for i, s in enumerate(stages, 1) for j, t in enumerate(s, 1)
+        },
         "data": _data(batches),
         "model": _model(model),
         "seed": seed,
         "device": place.device.type,
         "compute dtype": str(place.dtype),
-        "versions": versions(),
+        "number of threads": torch.get_num_threads(),  # sums are cut among them
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "versions": {**versions(), "code": _code()},
     }
 
 
@@ -55,10 +65,11 @@ def _data(batches: Sequence[Batch]) -> dict[str, Any]:
 
 
 def _model(model: Model) -> dict[str, Any]:
+    config = {} if model.config is None else json.loads(model.config.to_json_string(use_diff=False))
     return {
         "class": type(model.module).__name__,
-        "config": digest(None if model.config is None else model.config.to_json_string(use_diff=False)),
-        "files": {} if model.source is None else {file.name: _stamp(file) for file in _weight_files(model.source)},
+        "config": {key: value for key, value in config.items() if key != "_name_or_path"},
+        "files": {} if model.source is None else _files(model),
         "parameters": digest([(name, type(leaf).__name__, _held(leaf)) for name, leaf in model.params.items()]),
         "buffers": digest(list(model.module.named_buffers())),
         "code": digest([model.state.maps, repr(model.module)]),
@@ -71,10 +82,23 @@ def _held(leaf: Leaf) -> Iterable[Tensor]:
     return () if isinstance(held, Lazy) else list(tensors(held))
 
 
-def _weight_files(source: Path) -> Iterable[Path]:
-    return sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+def _files(model: Model) -> dict[str, str]:
+    source = model.source or Path()
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    return {file.name: f"{file.stat().st_size} bytes, {_sample(file)}" for file in files}
 
 
-def _stamp(file: Path) -> str:
-    told = file.stat()
-    return f"{told.st_size} bytes of {datetime.fromtimestamp(told.st_mtime_ns / 1e9, UTC):%Y-%m-%d %H:%M:%S.%f}"
+def _sample(file: Path) -> str:
+    """A hash of a thousand places all over a file: another model differs there, a copy does not."""
+    made, size = hashlib.sha256(), file.stat().st_size
+    with file.open("rb", buffering=0) as handle:
+        for at in (*range(0, size, max(_PIECE, size // 1000)), max(0, size - _PIECE)):
+            made.update(os.pread(handle.fileno(), _PIECE, at))
+    return made.hexdigest()[:16]
+
+
+@cache
+def _code() -> str:
+    """A hash of this package's files: while it is developed its version stays the same."""
+    package = Path(__file__).parents[1]
+    return digest([(str(p.relative_to(package)), p.read_bytes()) for p in sorted(package.rglob("*.py"))])
