@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import GOLDEN
 from conftest import llama_config, stock
 from ptq.cli.main import main
+from ptq.io.output import JOURNAL
 
 SMALL = ["--samples", "4", "--seq-len", "32", "--device", "cpu"]
 
@@ -444,7 +445,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
 def test_signals_end_it_and_it_goes_on(
     cli: Callable[..., Done], deep: Path, out: Path, number: signal.Signals, code: int
 ) -> None:
-    journal = out.with_name("out.partial") / "job.jsonl"
+    journal = out.with_name("out.partial") / JOURNAL
     with spawned("compress", deep, out, *LONG) as process:
         wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2, process)
         process.send_signal(number)
@@ -472,7 +473,7 @@ def test_a_signal_before_the_first_block_leaves_nothing(deep: Path, out: Path) -
 
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(cli: Callable[..., Done], deep: Path, out: Path) -> None:
-    journal = out.with_name("out.partial") / "job.jsonl"
+    journal = out.with_name("out.partial") / JOURNAL
     with spawned("compress", deep, out, *LONG) as process:
         wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2, process)
         process.send_signal(signal.SIGTERM)

@@ -100,7 +100,7 @@ def test_what_waits_leaves_the_device(
     monkeypatch.setattr(offload, "_LEAST", 1)
     monkeypatch.setattr(blocks, "budget", lambda _: 0)
     stages, place = (wanda(Unstructured(0.5)), gptq(W4_16)), str(tmp_path) if away == "directory" else away
-    want = compress(load_model(tiny_llama), data(), *stages, offload=place, **HERE).model.params
+    want = compress(load_model(tiny_llama), data(), *stages, offload=tmp_path, **HERE).model.params
     with everywhere(PretendCuda()):
         got = compress(load_model(tiny_llama), data(), *stages, offload=place, **THERE).model.params
     assert identical(in_memory(got), in_memory(want))

@@ -20,7 +20,7 @@ from ptq.models.model import Model
 from ptq.models.skeleton import from_module
 from ptq.numerics.patterns import NM
 from ptq.numerics.schemes import scheme
-from ptq.pipeline import activations
+from ptq.pipeline import run as running
 from ptq.pipeline.estimate import estimate
 from ptq.pipeline.estimates import BlockEstimate, Estimate, Seconds
 from ptq.pipeline.place import Place
@@ -125,12 +125,11 @@ def test_without_data_nothing_is_parked() -> None:
 
 
 def test_what_does_not_fit_is_measured_in_two_forwards_or_offloaded(
-    ids: Tensor, monkeypatch: pytest.MonkeyPatch
+    ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, offloaded = (planned(llama(), ids, gptq(W4), offload=place) for place in (None, "cpu"))
-    roomy = block(estimated(run))
-    monkeypatch.setattr(activations, "budget", lambda device: 10_000)
-    twice, away = block(estimated(run)), block(estimated(offloaded))
+    roomy = block(estimated(planned(llama(), ids, gptq(W4))))
+    monkeypatch.setattr(running, "budget", lambda device: 10_000)
+    twice, away = (block(estimated(planned(llama(), ids, gptq(W4), offload=place))) for place in (None, tmp_path))
     parked = [b.activations for b in (roomy, twice, away)]
     assert [a.parked for a in parked] == ["memory", "two forwards", "offload"]
     assert parked[0].held > parked[1].held > parked[2].held == 0
@@ -185,10 +184,10 @@ def test_a_change_of_variables_is_checked_in_two_forwards_of_a_micro_batch(ids: 
 
 
 @pytest.mark.usefixtures("clocked")
-def test_what_does_not_fit_takes_another_forward(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, away = (planned(llama(), ids, gptq(W4), batch_size=2, offload=place) for place in (None, "cpu"))
-    monkeypatch.setattr(activations, "budget", lambda device: 10_000)
-    assert block(estimated(run)).seconds.forward == pytest.approx(2 * 8.0)
+def test_what_does_not_fit_takes_another_forward(ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "budget", lambda device: 10_000)
+    twice, away = (planned(llama(), ids, gptq(W4), batch_size=2, offload=place) for place in (None, tmp_path))
+    assert block(estimated(twice)).seconds.forward == pytest.approx(2 * 8.0)
     assert block(estimated(away)).seconds.forward == pytest.approx(8.0)
 
 

@@ -33,7 +33,19 @@ def test_a_torn_line_was_never_said(cut: int, tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
-def test_a_damaged_line(tmp_path: Path) -> None:
-    (tmp_path / "j").write_bytes(b'{"a": 1}\n{"b"\n{"c": 1}\n')
+@pytest.mark.parametrize("damage", ["changed", "lost", "moved", "twice", "no line of a journal"])
+def test_a_line_that_is_not_as_it_was_written(damage: str, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    for n in range(4):
+        journal.append({"line": n})
+    one, two, three, four = journal.path.read_bytes().splitlines(keepends=True)
+    lines = {
+        "changed": [one, two.replace(b"1}", b"7}"), three, four],  # still JSON
+        "lost": [one, three, four],
+        "moved": [one, three, two, four],
+        "twice": [one, one, two, three, four],
+        "no line of a journal": [one, b'{"line": 1}\n', three, four],
+    }
+    journal.path.write_bytes(b"".join(lines[damage]))
     with pytest.raises(BadInput, match="j: line 2 is damaged"):
-        Journal(tmp_path / "j")
+        Journal(journal.path)

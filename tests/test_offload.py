@@ -68,6 +68,12 @@ def test_no_such_place() -> None:
         Offload("abacus")
 
 
+@pytest.mark.parametrize(("place", "match"), [("", "expected a directory"), ("cpu", "forwards run there, so it frees")])
+def test_a_place_that_gives_no_room(place: str, match: str, tiny_llama: Path) -> None:
+    with pytest.raises(BadInput, match=f"offload '{place}': .*{match}"):
+        compress(open_model(tiny_llama), [torch.zeros(1, 8, dtype=torch.long)], gptq(W4), device="cpu", offload=place)
+
+
 def test_only_what_a_forward_made_is_taken() -> None:
     given, weight = torch.ones(4), torch.ones(4)
     live = Live([given])
@@ -81,17 +87,17 @@ STAGES = {"gptq": gptq(W4), "wanda": wanda(NM(keep=2, of=4)), "fold": chain(fold
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_same_results(stage: str, tiny: Path, place: str) -> None:
+def test_same_results(stage: str, tiny: Path, tmp_path: Path) -> None:
     ids = torch.randint(300, (6, 24))
     here, away = (
         compress(open_model(tiny), [ids], STAGES[stage], batch_size=2, offload=where).model.params
-        for where in (None, place)
+        for where in (None, tmp_path)
     )
     for name, leaf in here.items():
         assert torch.equal(dense(leaf), dense(away[name])), name
 
 
-def test_parked_batches_hold_nothing(tiny_llama: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parked_batches_hold_nothing(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a weight is solved, at most one micro-batch's input is in memory."""
     held: list[int] = []
     step = Spine.__iter__
@@ -103,14 +109,14 @@ def test_parked_batches_hold_nothing(tiny_llama: Path, place: str, monkeypatch: 
 
     monkeypatch.setattr(Spine, "__iter__", watched)
     ids = torch.randint(300, (6, 24))
-    _ = compress(open_model(tiny_llama), [ids], gptq(W4), batch_size=2, offload=place).model
+    _ = compress(open_model(tiny_llama), [ids], gptq(W4), batch_size=2, offload=tmp_path).model
     away, held[:] = list(held), []
     _ = compress(open_model(tiny_llama), [ids], gptq(W4), batch_size=2).model
     assert len(away) == len(held)
     assert sum(away) < 0.1 * sum(held)  # ids and masks stay
 
 
-def test_the_callers_batch_is_left_alone(place: str) -> None:
+def test_the_callers_batch_is_left_alone(tmp_path: Path) -> None:
     batch = torch.randn(64, 8)
     before = batch.clone()
 
@@ -123,11 +129,11 @@ def test_the_callers_batch_is_left_alone(place: str) -> None:
             flat = x.view(-1, 8)  # of the caller's memory
             return self.two(self.one(flat)) + flat
 
-    _ = compress(from_module(Keeps()), [batch], gptq(scheme("W4A16", group_size=-1)), offload=place).model
+    _ = compress(from_module(Keeps()), [batch], gptq(scheme("W4A16", group_size=-1)), offload=tmp_path).model
     assert torch.equal(batch, before)
 
 
-def test_statistics_that_would_not_fit(tiny_llama: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_that_would_not_fit(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a whole block, and only where there is a place for them."""
     kept: list[object] = []
     keep = Offload.keep
@@ -138,10 +144,10 @@ def test_statistics_that_would_not_fit(tiny_llama: Path, place: str, monkeypatch
 
     monkeypatch.setattr(Offload, "keep", counted)
     ids, stage = torch.randint(300, (6, 24)), wanda(NM(keep=2, of=4))
-    plain = compress(open_model(tiny_llama), [ids], stage, batch_size=2, offload=place).model.params
+    plain = compress(open_model(tiny_llama), [ids], stage, batch_size=2, offload=tmp_path).model.params
     assert not kept
     monkeypatch.setattr(blocks, "budget", lambda _: 100)
-    short = compress(open_model(tiny_llama), [ids], stage, batch_size=2, offload=place).model.params
+    short = compress(open_model(tiny_llama), [ids], stage, batch_size=2, offload=tmp_path).model.params
     assert kept
     assert all(torch.equal(dense(plain[name]), dense(short[name])) for name in plain)
 

@@ -20,12 +20,15 @@ from ptq.base import Stage, chain
 from ptq.errors import BadInput
 from ptq.io import job, journal, output, save as saving, shards
 from ptq.io.hub import load, open_model
+from ptq.io.output import JOURNAL, RECORD
 from ptq.io.safetensors import OnDisk
 from ptq.io.save import save
+from ptq.models.model import Model
 from ptq.numerics import obs
 from ptq.numerics.patterns import NM
 from ptq.numerics.schemes import scheme
 from ptq.numerics.stats import Gram
+from ptq.pipeline import run as running
 from ptq.pipeline.run import Run, compress
 from ptq.transforms.fold import fold_norms
 from ptq.transforms.gptq import gptq
@@ -53,7 +56,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "config": (saving, "_write_config"),
     "side files": (saving, "_carry_files"),
     "what made it": (saving, "write_json"),
-    "rename": (job, "swap"),
+    "rename": (output, "swap"),
 }
 SHARD = 60_000  # bytes: several shards
 
@@ -170,7 +173,7 @@ def test_killed_again_and_again(recipe: Recipe, tmp_path: Path) -> None:
     out, attempts = tmp_path / "out", 0
 
     def work() -> None:
-        counted(pytest.MonkeyPatch(), "marker", Counter(2, after=kill))
+        counted(pytest.MonkeyPatch(), "marker", Counter(3, after=kill))
         save(recipe.start(), out, shard_size=SHARD, resume=True)
 
     while forked(work) and attempts < 50:
@@ -208,8 +211,8 @@ def test_a_full_disk(point: int, recipe: Recipe, tmp_path: Path) -> None:
 def tear(partial: Path) -> None:
     """Leaves a part of what was being written: a line, a tensor."""
     shards_left = sorted(partial.glob("shard-*.partial"), key=lambda p: int(p.stem.partition("-")[2]))
-    for file in (partial / job.JOURNAL, *shards_left[-1:]):
-        if file.exists() and b'"names"' not in (partial / job.JOURNAL).read_bytes():
+    for file in (partial / JOURNAL, *shards_left[-1:]):
+        if file.exists() and b'"names"' not in (partial / JOURNAL).read_bytes():
             with file.open("ab") as handle:
                 handle.write(b"torn")
 
@@ -322,13 +325,124 @@ def test_what_ptq_did_not_leave_is_not_touched(tiny_llama: Path, ids: torch.Tens
     assert (tmp_path / "out.partial" / "mine.txt").read_text() == "precious"
 
 
-@pytest.mark.parametrize("damage", [b"{}garbage\n", b"[1]\n", b"\xff\n"])
-def test_a_damaged_journal(damage: bytes, interrupted: Path, ids: torch.Tensor) -> None:
-    with (interrupted / job.JOURNAL).open("ab") as file:
-        file.write(damage)
-    run = compress(open_model(interrupted.with_name("model")), [ids], gptq(W4), batch_size=2)
-    with pytest.raises(BadInput, match=r"job\.jsonl: line 4 is damaged"):
-        save(run, interrupted.with_name("out"), resume=True)
+def test_a_damaged_journal(interrupted: Path, ids: torch.Tensor) -> None:
+    with (interrupted / JOURNAL).open("ab") as file:
+        file.write(b"{}garbage\n")
+    for resume in (False, True):
+        run = compress(open_model(interrupted.with_name("model")), [ids], gptq(W4), batch_size=2)
+        with pytest.raises(BadInput, match=r"\.job/journal: line 5 is damaged"):
+            save(run, interrupted.with_name("out"), resume=resume)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a weight file is gone": (lambda out: (out / "model.safetensors").unlink(), "no model.safetensors"),
+    "a weight file is short": (lambda out: os.truncate(out / "model.safetensors", 300_000), "model.safetensors"),
+    "no config": (lambda out: (out / "config.json").unlink(), "config.json: no such file"),
+    "no report": (lambda out: told(out, lambda made: made.pop("report")), "ptq.json: does not say what was made"),
+    "other tensors": (lambda out: told(out, lambda made: made.update(nbytes=7)), "bytes of tensors, expected 7"),
+}
+
+
+def told(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    made = json.loads((out / RECORD).read_text())
+    change(made)
+    (out / RECORD).write_text(json.dumps(made))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_finished_job_that_was_damaged_is_not_done(
+    damage: str, tiny_llama: Path, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    out, (spoil, match) = tmp_path / "out", DAMAGES[damage]
+
+    def start() -> Run:
+        return compress(open_model(tiny_llama), [ids], gptq(W4))
+
+    save(start(), out)
+    before = contents(out)
+    spoil(out)
+    with pytest.raises(BadInput, match=match):
+        save(start(), out, resume=True)
+    if (out / "config.json").exists():  # else it is no model to overwrite
+        save(start(), out, resume=True, overwrite=True)
+        assert contents(out) == before
+
+
+@pytest.mark.parametrize("first", [10_000, None])
+def test_a_job_that_goes_on_with_other_memory_is_the_same_job(
+    first: int | None, tiny_llama: Path, ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a block is measured in two forwards depends on memory, and the result on that."""
+
+    def start(room: int | None, offload: Path | None = None) -> Run:
+        if room is not None:
+            monkeypatch.setattr(running, "budget", lambda device: room)
+        return compress(open_model(tiny_llama), [ids], gptq(W4), batch_size=2, offload=offload)
+
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    save(start(first, None if first else spill), tmp_path / "whole")
+    save(start(1 << 40 if first else 10_000), tmp_path / "other")
+    assert contents(tmp_path / "other") != contents(tmp_path / "whole")
+    for name, room, offload in (("more", 1 << 40, None), ("less", 0, None), ("offloaded", None, spill)):
+        run = start(first, None if first else spill)
+        writing = saving.write(run, tmp_path / name)
+        next(writing), next(writing)
+        writing.close()
+        save(start(room, offload), tmp_path / name, resume=True)
+        assert contents(tmp_path / name) == contents(tmp_path / "whole"), name
+
+
+@pytest.mark.parametrize("what", ["a conversion", "a job without a finished block"])
+def test_what_nobody_could_go_on_with_is_in_nobody_s_way(
+    what: str, tiny_llama: Path, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+
+    def start(damp: float = 0.01) -> Model | Run:
+        model = open_model(tiny_llama)
+        return model if what == "a conversion" else compress(model, [ids], gptq(W4, damp=damp))
+
+    def work() -> None:
+        moment = "header" if what == "a conversion" else "sync"
+        counted(pytest.MonkeyPatch(), moment, Counter(1, before=kill))
+        save(start(), out)
+
+    for resume in (False, True):
+        if what != "a conversion" or not resume:
+            assert forked(work) == -signal.SIGKILL
+            assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]
+            save(start(0.02), out, resume=resume)
+            assert [p.name for p in tmp_path.iterdir()] == ["out"]
+            shutil.rmtree(out)
+
+
+def test_a_run_that_ends_meanwhile_is_not_replaced(tiny_llama: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+    """Between the look at what is there and the lock; and between opening a directory and locking it."""
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        lock = job.locked
+
+        def late(directory: Path) -> int:
+            patch.setattr(job, "locked", lock)
+            save(open_model(tiny_llama), out)
+            directory.mkdir()
+            return lock(directory)
+
+        patch.setattr(job, "locked", late)
+        with pytest.raises(BadInput, match="out: another run has just finished it"):
+            save(compress(open_model(tiny_llama), [ids], gptq(W4)), out)
+    (tmp_path / "a").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        flock = output.fcntl.flock
+
+        def renamed(handle: int, how: int) -> None:
+            (tmp_path / "a").rename(tmp_path / "b")
+            flock(handle, how)
+
+        patch.setattr(output.fcntl, "flock", renamed)
+        with pytest.raises(BadInput, match="a: another run has just finished it"):
+            output.locked(tmp_path / "a")
 
 
 def test_a_run_with_a_directory_writes_as_it_goes(tiny_llama: Path, ids: torch.Tensor, tmp_path: Path) -> None:
@@ -372,7 +486,7 @@ def test_an_old_result_stays_until_the_swap(tiny_llama: Path, ids: torch.Tensor,
     before = contents(out)
 
     def work() -> None:
-        counted(pytest.MonkeyPatch(), "marker", Counter(4, after=kill))
+        counted(pytest.MonkeyPatch(), "marker", Counter(5, after=kill))
         save(compress(open_model(tiny_llama), [ids], gptq(W4)), out, overwrite=True)
 
     assert forked(work) == -signal.SIGKILL
@@ -392,13 +506,13 @@ def test_killed_while_the_old_result_makes_room(
     save(compress(open_model(tiny_llama), [ids], gptq(W4)), tmp_path / "other")
 
     def work() -> None:
-        counter, swap = Counter(rename, **{when: kill}), job.swap
+        counter, swap = Counter(rename, **{when: kill}), output.swap
 
         def counting(target: Path) -> None:
             Path.rename = counter.around(Path.rename)  # type: ignore[method-assign]
             swap(target)
 
-        job.swap = counting
+        output.swap = counting
         save(compress(open_model(tiny_llama), [ids], gptq(W4)), out, overwrite=True)
 
     assert forked(work) == -signal.SIGKILL

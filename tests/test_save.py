@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +22,8 @@ from conftest import CONFIGS, llama_config, stock
 from ptq.base import State
 from ptq.errors import BadInput
 from ptq.io.hub import load, open_model
-from ptq.io.output import check_output
+from ptq.io.journal import Journal
+from ptq.io.output import JOURNAL, WORK, check_output
 from ptq.io.safetensors import headers
 from ptq.io.save import save, write
 from ptq.io.shards import ShardWriter
@@ -585,8 +587,13 @@ def test_while_it_works_the_output_does_not_exist(tiny_llama: Path, tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_an_interrupted_run_left_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out.partial").mkdir()
+def test_what_an_interrupted_run_left_is_refused_where_a_block_is_finished(tmp_path: Path) -> None:
+    (tmp_path / "out.partial" / WORK).mkdir(parents=True)
+    journal = Journal(tmp_path / "out.partial" / JOURNAL)
+    check_output(tmp_path / "out")
+    journal.append({"identity": {"seed": 0}})
+    check_output(tmp_path / "out")
+    journal.append({"stage": 0, "reports": []})
     with pytest.raises(BadInput, match=r"out\.partial: left by a run that was interrupted"):
         check_output(tmp_path / "out")
 
@@ -624,11 +631,18 @@ def test_a_link_is_what_it_leads_to(tmp_path: Path) -> None:
     assert load(tmp_path / "link").params
 
 
-def test_a_source_s_own_files_of_a_job_are_left(tmp_path: Path) -> None:
+def test_a_source_s_files_are_not_mistaken_for_those_of_a_job(tmp_path: Path) -> None:
     source = saved_stock(tmp_path / "source", "llama")
-    (source / "job.jsonl").write_text("not a journal\n")
+    names = {"job.jsonl", "journal", "stage-0-1.safetensors.txt", "stage-1/notes.txt", "shard-0/notes.txt"}
+    for name in (*names, ".job/journal"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("not a journal\n")
+    (source / "stage-1").chmod(0o500)
     save(open_model(source), tmp_path / "out")
-    assert not (tmp_path / "out" / "job.jsonl").exists()
+    found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert names < found
+    assert ".job/journal" not in found
+    assert os.access(tmp_path / "out" / "stage-1", os.W_OK)
 
 
 def test_no_directory_gets_the_name_of_a_disk() -> None:

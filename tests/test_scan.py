@@ -20,7 +20,7 @@ from ptq.models.probe import links, probe
 from ptq.models.skeleton import from_module
 from ptq.numerics.leaves import Transposed, dense
 from ptq.numerics.schemes import scheme
-from ptq.pipeline import blocks as blocks_module, scan
+from ptq.pipeline import run as running, scan
 from ptq.pipeline.calibrate import calibrate, load_stats, save_stats
 from ptq.pipeline.run import compress
 from ptq.pipeline.spine import Spine
@@ -256,7 +256,7 @@ def test_a_block_solve_sees_the_whole_block() -> None:
 
 def test_where_memory_is_short_a_block_is_measured_before_it_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = model_of("llama"), ragged()
-    monkeypatch.setattr(blocks_module, "budget", lambda _: 0)
+    monkeypatch.setattr(running, "budget", lambda _: 0)
     run = compress(model, data, SHRINK, **FLOAT)
     short = run.model.params
     at_once = compress(model, data, AT_ONCE, **FLOAT).model.params

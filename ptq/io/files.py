@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +24,18 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Generator[None]:
-    """Says which file: the system does not know it any more when a write fails."""
+    """Says which file: a system that cannot write does not, and libraries in Rust put what it says into words."""
     try:
         yield
     except OSError as error:
+        if error.filename is not None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from None
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
 
 
 def read_json(file: Path) -> dict[str, Any]:

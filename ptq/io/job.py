@@ -1,12 +1,12 @@
 """A job on disk: what is finished of it, where, and how it goes on after whatever ended it.
 
     OUT.partial/
-        job.jsonl                   first the job's identity, then a line for each finished block (`ptq.io.journal`)
-        stage-0-17.safetensors      leaves of block 17 after the first of several stages, exactly (`ptq.io.scratch`)
-        shard-0.partial             the checkpoint; tensors that no line speaks of are cut off when the job goes on
+        .job/journal                    first the job's identity, then a line for each finished block (`ptq.io.journal`)
+        .job/stage-0-17.safetensors     leaves of block 17 after the first of several stages (`ptq.io.scratch`)
+        shard-0.partial                 the checkpoint; tensors that no line speaks of are cut off when the job goes on
 
-The directory is locked by its process. When all is written it holds `ptq.json`, what made it, in the place of the
-journal, and is renamed.
+The directory is locked by its process. When all is written it holds `ptq.json`, what made it, in the place of `.job`,
+and is renamed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from ptq.base import Params
 from ptq.errors import BadInput
 from ptq.io.files import sync
 from ptq.io.journal import Journal
-from ptq.io.output import locked, partial, swap
+from ptq.io.output import JOURNAL, WORK, conclude, filled, locked, partial, valuable
 from ptq.io.records import parts, record
 from ptq.io.scratch import keep, kept
 from ptq.io.shards import rename_shards
@@ -33,7 +34,6 @@ from ptq.models.naming import read
 from ptq.numerics.lazy import Lazy
 from ptq.numerics.leaves import nbytes
 
-JOURNAL = "job.jsonl"
 Identity = Mapping[str, Any]
 """what must be the same for a job to go on, as JSON"""
 Report = dict[str, Any]
@@ -68,8 +68,9 @@ class Job:
         writer: Callable[[Path, Sequence[Any]], Writer],
     ) -> None:
         self.target, self.directory = target, partial(target)
-        self._replaces = _filled(target)
+        self._replaces = filled(target)
         self._start, self._last = start, max(stages, 1) - 1
+        (self.directory / WORK).mkdir(exist_ok=True)
         self._journal = Journal(self.directory / JOURNAL)
         self._begin(identity)
         lines = self._journal.lines[1:]
@@ -90,7 +91,15 @@ class Job:
             return Past(reports)
         if stage == self._last:
             return Past(reports, self._stored() if reports else {})
-        return Past(reports, {n: leaf for line in lines for n, leaf in kept(self.directory / line["file"]).items()})
+        work = self.directory / WORK
+        return Past(reports, {n: leaf for line in lines for n, leaf in kept(work / line["file"]).items()})
+
+    def settle(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this machine decides and results depend on: as it was when the job began, wherever it goes on."""
+        told = next((line["settled"] for line in self._journal.lines if "settled" in line), None)
+        if told is None:
+            self._journal.append({"settled": dict(facts)})
+        return told or facts
 
     def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]:
         """Takes a finished block. It is safe when this returns, or with the next one where they share a tensor.
@@ -110,14 +119,11 @@ class Job:
             self.names = self.writer.finish()
             self._journal.append({"names": self.names, "records": self.writer.records[self._said :]})
         rename_shards(self.directory, self.names, parts(self.writer.records))
-        for scratch in self.directory.glob("stage-*"):
-            scratch.unlink()
         complete(self.directory, self.writer)
         sync(self.directory)
-        if _filled(self.target) and not self._replaces:
+        if filled(self.target) and not self._replaces:
             raise BadInput(f"{self.target}: has appeared while this was made; move it away, and resume")
-        self._journal.path.unlink()
-        swap(self.target)
+        conclude(self.target)
 
     def _begin(self, identity: Identity | None) -> None:
         """Says what the job is, or refuses to go on with another one."""
@@ -149,7 +155,7 @@ class Job:
     def _put_aside(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]:
         changed = {n: p for n, p in params.items() if not isinstance(p, Lazy) and p is not self._start.params.get(n)}
         done = sum(len(line["reports"]) for line in self._journal.lines[1:] if line.get("stage") == stage)
-        file = self.directory / f"stage-{stage}-{done}.safetensors"
+        file = self.directory / WORK / f"stage-{stage}-{done}.safetensors"
         keep(changed, file)
         report = completed(report, {name: nbytes(leaf) for name, leaf in params.items()}, {})
         self._say({"stage": stage, "reports": [report], "file": file.name})
@@ -167,11 +173,12 @@ def opened(
     stages: int,
     identity: Identity | None,
     writer: Callable[[Path, Sequence[Any]], Writer],
+    overwrite: bool,
 ) -> Generator[Job]:
     """A new job, or the one that an interrupted run left: it is kept where a block is finished, else removed.
 
     Raises:
-        BadInput: the job that was left is another one.
+        BadInput: the job that was left is another one; another process finished one in the meantime.
     """
     directory = partial(target)
     made = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -179,7 +186,10 @@ def opened(
     handle = locked(directory)
     try:
         with _emptied(made):
-            _refuse_foreign(directory)
+            if filled(target) and not overwrite:  # it was not when the output was checked
+                raise BadInput(f"{target}: another run has just finished it; look at what it made")
+            if not valuable(directory):
+                _clear(directory)
             job = Job(target, start, stages, identity, writer)
         try:
             yield job
@@ -193,11 +203,6 @@ def opened(
             raise
     finally:
         os.close(handle)
-
-
-def _filled(target: Path) -> bool:
-    """Whether something is lost if a directory takes a name."""
-    return target.exists() and (not target.is_dir() or any(target.iterdir()))
 
 
 @contextmanager
@@ -220,9 +225,10 @@ def _remove(directories: Sequence[Path]) -> None:
                 directory.rmdir()
 
 
-def _refuse_foreign(directory: Path) -> None:
-    if any(directory.iterdir()) and not (directory / JOURNAL).exists():
-        raise BadInput(f"{directory}: is not what an interrupted run leaves; remove it")
+def _clear(directory: Path) -> None:
+    """Empties a directory, which stays: it is locked."""
+    for entry in directory.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def refuse_changed(old: Any, new: Identity | None, where: Path) -> None:
@@ -230,10 +236,24 @@ def refuse_changed(old: Any, new: Identity | None, where: Path) -> None:
     asked = json.loads(json.dumps(new))
     if not isinstance(old, dict) or asked is None:
         raise BadInput(f"{where}: was not made by a run that can be resumed; remove it")
-    for key in dict.fromkeys((*old, *asked)):
-        if old.get(key) != asked.get(key):
-            was, now = (_shown(table.get(key)) for table in (old, asked))
-            raise BadInput(f"{where}: was begun with another {key}: {was}, now {now}; pass the same, or remove it")
+    way = list(_change(old, asked))
+    if way:
+        was, now = (_shown(reduce(_inside, way, table)) for table in (old, asked))
+        what = f"{way[0]}: {' '.join((*way[1:], was))}"
+        raise BadInput(f"{where}: was begun with another {what}, now {now}; pass the same, or remove it")
+
+
+def _change(old: Any, new: Any) -> Iterator[str]:
+    """The keys that lead to the first thing that differs."""
+    for key in dict.fromkeys((*old, *new)) if isinstance(old, dict) and isinstance(new, dict) else ():
+        if old.get(key) != new.get(key):
+            yield key
+            yield from _change(old.get(key), new.get(key))
+            return
+
+
+def _inside(table: Any, key: str) -> Any:
+    return table.get(key)
 
 
 def _shown(value: Any) -> str:

@@ -13,9 +13,13 @@ from pathlib import Path
 
 from ptq.errors import BadInput
 from ptq.io.files import sync
+from ptq.io.journal import Journal
 
 RECORD = "ptq.json"
 """in a finished directory: what made it"""
+WORK = ".job"
+"""in an unfinished one: the journal and what else goes when it is whole; nothing of a source has such a name"""
+JOURNAL = f"{WORK}/journal"
 
 
 def check_output(
@@ -31,7 +35,7 @@ def check_output(
 
     Raises:
         BadInput: no directory can be made there; it is not empty and may not be overwritten, is no model, or holds the
-            source; an earlier run left its partial result, or another one is at work.
+            source; an earlier run left finished blocks, or another one is at work.
     """
     given = Path(path).expanduser().absolute()
     target = Path(os.path.realpath(given))  # a link gets no other meaning: what it leads to is made or replaced
@@ -48,7 +52,8 @@ def check_output(
         _check_replaceable(target, overwrite, None if source is None else Path(source).expanduser())
     if left and not resume:
         os.close(locked(partial(target)))  # another run at work is refused by that name
-        raise BadInput(f"{partial(target)}: left by a run that was interrupted; resume it, or remove it")
+        if valuable(partial(target)):
+            raise BadInput(f"{partial(target)}: left by a run that was interrupted; resume it, or remove it")
     return target
 
 
@@ -72,7 +77,24 @@ def locked(directory: Path) -> int:
     except BlockingIOError:
         os.close(handle)
         raise BadInput(f"{directory}: another run is writing it; wait for it, or name another directory") from None
+    if not _is(directory, handle):  # it was given its final name between the two steps
+        os.close(handle)
+        raise BadInput(f"{directory}: another run has just finished it; look at what it made")
     return handle
+
+
+def valuable(directory: Path) -> bool:
+    """Whether a job could go on with what is in its directory, so that something is lost if that goes.
+
+    Raises:
+        BadInput: the journal is damaged; or there is none, so the directory is someone else's.
+    """
+    if (directory / RECORD).exists():
+        return True  # it only lacks its name
+    if not (directory / JOURNAL).exists() and any(entry.name != WORK for entry in directory.iterdir()):
+        raise BadInput(f"{directory}: is not what an interrupted run leaves; remove it")
+    begun, *lines = Journal(directory / JOURNAL).lines or [{}]
+    return begun.get("identity") is not None and any("reports" in line for line in lines)
 
 
 def swap(target: Path) -> None:
@@ -95,6 +117,26 @@ def tidy(target: Path) -> None:
     """Removes what made room for a directory."""
     if _old(target).exists():
         shutil.rmtree(_old(target))
+
+
+def conclude(target: Path) -> None:
+    """Gives a whole directory its name, less what was only needed while it was made."""
+    (partial(target) / JOURNAL).unlink(missing_ok=True)  # first: without it, what made the directory says it is whole
+    if (partial(target) / WORK).exists():
+        shutil.rmtree(partial(target) / WORK)
+    swap(target)
+
+
+def filled(target: Path) -> bool:
+    """Whether something is lost if a directory takes a name."""
+    return target.exists() and (not target.is_dir() or any(target.iterdir()))
+
+
+def _is(directory: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(directory.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def _old(target: Path) -> Path:

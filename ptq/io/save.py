@@ -18,12 +18,13 @@ from ptq.base import Params, State
 from ptq.errors import BadInput
 from ptq.io.bitmask import FORMATS as BITMASKS
 from ptq.io.check import check, damage, remarks
-from ptq.io.files import read_json, sync, write_json
+from ptq.io.files import naming, read_json, sync, write_json
 from ptq.io.foreign import MODELOPT_CONFIG
-from ptq.io.job import JOURNAL, Past, Report, opened, refuse_changed
+from ptq.io.job import Past, Report, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
-from ptq.io.output import RECORD, check_output, locked, partial, swap, tidy
+from ptq.io.output import JOURNAL, RECORD, check_output, conclude, locked, partial, tidy
 from ptq.io.quantization_config import dump
+from ptq.io.safetensors import headers
 from ptq.io.shards import SHARD_SIZE
 from ptq.io.writer import Writer
 from ptq.models.model import Model
@@ -36,7 +37,7 @@ the weights. It stands at the top because loaders pass over what they do not kno
 targets makes vLLM refuse the model, dense or not; and one file has it all, which headers of shards do not."""
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz"}
 _FORMATS = ("dense", "frozen", *LAYOUTS, *BITMASKS)
-_OWN_FILES = ("config.json", MODELOPT_CONFIG, RECORD, JOURNAL)
+_OWN_FILES = ("config.json", MODELOPT_CONFIG, RECORD)
 """what is written anew, or says how the source was compressed"""
 _TIMES = ("seconds", "peak_bytes")
 """what differs between two runs of one job, and so has no place in its result"""
@@ -53,6 +54,7 @@ class Store(Protocol):
     """Where a run's finished blocks go, and where those are that an earlier process finished."""
 
     def past(self, stage: int) -> Past: ...
+    def settle(self, facts: Mapping[str, Any]) -> Mapping[str, Any]: ...
     def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]: ...
 
 
@@ -138,7 +140,7 @@ def save(
     model, target = run_or_model, _checked(run_or_model, path, overwrite, format, resume=False)
     if format not in ("auto", "dense") and not any(compressed(leaf) for leaf in model.params.values()):
         raise BadInput(f"{model.source}: has no compressed weights to store as {format}; compress it first")
-    with opened(target, model, 1, None, bound(_writer, model, format, shard_size)) as job:
+    with opened(target, model, 1, None, bound(_writer, model, format, shard_size), overwrite) as job:
         job.put(0, model.params, {"weights": []})
         job.finish(bound(_complete, model, None))
         return Saved(target, job.writer.nbytes, job.writer.notes)
@@ -159,7 +161,8 @@ def write(
     if whole is not None:
         yield from run.stream(whole)
         return whole.saved(target)
-    with opened(target, run.start, run.stages, identity, bound(_writer, run.start, format, shard_size)) as job:
+    writer = bound(_writer, run.start, format, shard_size)
+    with opened(target, run.start, run.stages, identity, writer, overwrite) as job:
         try:
             yield from run.stream(job)
         finally:
@@ -177,6 +180,9 @@ class _Whole(NamedTuple):
     def past(self, stage: int) -> Past:
         return Past(self.made["report"]["blocks"])
 
+    def settle(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        return facts
+
     def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]:
         raise RuntimeError(f"{report['name']} of stage {stage} is finished")
 
@@ -191,17 +197,32 @@ def _whole(target: Path, identity: Mapping[str, Any], overwrite: bool) -> _Whole
         handle = locked(directory)
         try:
             refuse_changed(read_json(directory / RECORD).get("identity"), identity, directory)
-            swap(target)
+            conclude(target)
         finally:
             os.close(handle)
     elif directory.exists() or not (target / RECORD).is_file():
         return None
     made = read_json(target / RECORD)
-    if made.get("identity") != identity and overwrite:
-        return None
-    refuse_changed(made.get("identity"), identity, target)
+    try:
+        refuse_changed(made.get("identity"), identity, target)
+        _refuse_damaged(target, made)
+    except BadInput:
+        if overwrite:
+            return None
+        raise
     tidy(target)
     return _Whole(made)
+
+
+def _refuse_damaged(target: Path, made: Mapping[str, Any]) -> None:
+    """Refuses to take for finished what is no longer there as it was written."""
+    again = "pass --overwrite to make it again"
+    if not {"report", "nbytes", "notes"} <= made.keys():
+        raise BadInput(f"{target / RECORD}: does not say what was made; {again}")
+    read_json(target / "config.json")
+    found = sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in headers(target).values())
+    if found != made["nbytes"]:
+        raise BadInput(f"{target}: holds {found} bytes of tensors, expected {made['nbytes']}; {again}")
 
 
 def _checked(start: Model, path: str | Path, overwrite: bool, form: str, resume: bool) -> Path:
@@ -216,8 +237,9 @@ def _writer(model: Model, form: str, shard_size: int, directory: Path, records: 
 
 def _complete(model: Model, made: dict[str, Any] | None, directory: Path, writer: Writer) -> None:
     """All files but the shards; the one that says what made them comes last."""
-    _carry_files(model, directory)
-    _write_config(model, writer, directory)
+    with naming(directory):
+        _carry_files(model, directory)
+        _write_config(model, writer, directory)
     _check(model, writer, directory)
     for file in directory.rglob("*"):
         if file.is_file() and file.suffix != ".safetensors":  # those are on disk already
@@ -281,12 +303,19 @@ def _carry_files(model: Model, directory: Path) -> None:
                 shutil.copyfile(entry, directory / entry.name)
             # A folder with weights in it is another checkpoint, perhaps the one that is being written.
             elif entry.is_dir() and not any(map(_is_weights, entry.rglob("*"))):
-                shutil.copytree(entry, directory / entry.name, dirs_exist_ok=True)
+                _copy_folder(entry, directory / entry.name)
     elif model.tokenizer is not None:
         model.tokenizer.save_pretrained(directory)
     generation: Any = getattr(model.module, "generation_config", None)
     if generation is not None and not (model.source and (model.source / "generation_config.json").exists()):
         generation.to_json_file(directory / "generation_config.json")
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Contents only: where a folder may not be written to, its copy must still be."""
+    target.mkdir(exist_ok=True)
+    for entry in source.iterdir():
+        (_copy_folder if entry.is_dir() else shutil.copyfile)(entry, target / entry.name)
 
 
 def _is_weights(file: Path) -> bool:

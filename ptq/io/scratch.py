@@ -5,10 +5,7 @@ A file holds the leaves of one block: their tensors, and in the header's metadat
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ptq.errors import BadInput
-from ptq.io.files import sync
+from ptq.io.files import naming, sync
 from ptq.io.safetensors import DTYPES, NAMES, OnDisk, headers, metadata
 from ptq.numerics.lazy import Lazy
 from ptq.numerics.leaves import Leaf, compressed, nbytes
@@ -68,12 +64,8 @@ def keep(params: Mapping[str, Leaf], file: Path) -> None:
         for name, leaf in params.items()
     }
     partial = file.with_name(f"{file.name}.partial")
-    try:
+    with naming(partial):
         save_file(found, partial, metadata={_LEAVES: json.dumps(table)})
-    except SafetensorError as error:  # the library's own wrapping of what the system said
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code), str(partial)) from None
     sync(partial)
     partial.replace(file)
     sync(file.parent)

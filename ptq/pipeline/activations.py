@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ptq.models.probe import Segment
-from ptq.pipeline.budget import budget, parked_bytes
-from ptq.pipeline.place import Place
-from ptq.pipeline.plan import Plan
+from ptq.pipeline.budget import parked_bytes
+from ptq.pipeline.scan import Job
 from ptq.pipeline.tasks import Task
 from ptq.pipeline.trial_forward import Passage, local
 
@@ -29,27 +28,20 @@ class Activations(NamedTuple):
 
 
 def activations(
-    plan: Plan,
-    segment: Segment,
-    found: Sequence[Task],
-    passage: Passage,
-    shares: Sequence[float],
-    place: Place,
-    offload: bool,
+    job: Job, segment: Segment, found: Sequence[Task], passage: Passage, shares: Sequence[float]
 ) -> Activations:
     """What happens to a block's activations.
 
     Args:
-        plan: the model.
+        job: the model, where it is computed, and what room there is.
         segment: the block, or what lies between two.
         found: what is solved of it.
         passage: a trial micro-batch's way through it.
         shares: sizes of all micro-batches, in trial ones.
-        place: where.
-        offload: whether they are put elsewhere while they wait.
     """
     sites = [weights[0] for task in found if not task.whole for weights in task.sites.values()]
-    parked = "offload" if offload else _parked(plan, segment, passage, sum(shares), place) if sites else "memory"
+    over = job.room is not None and _needed(job, segment, passage, sum(shares)) > job.room
+    parked: Parked = "offload" if job.offload else "two forwards" if sites and over else "memory"
     at_sites = [passage.held.get(local(segment, w), passage.entered) for w in sites]
     held = passage.entered if parked == "two forwards" else max(at_sites, default=passage.entered)
     total = round(held * sum(shares))
@@ -58,9 +50,7 @@ def activations(
     return Activations(parked, total, 0, round((passage.peak - held) * max(shares)))
 
 
-def _parked(plan: Plan, segment: Segment, passage: Passage, total: float, place: Place) -> Parked:
-    params = plan.model.params
-    itemsize = (place.dtype or params[segment.params[0]].dtype).itemsize
-    tokens = round(passage.tokens * total)
-    needed = parked_bytes(segment, tokens, passage.hidden, params, itemsize)
-    return "memory" if needed <= budget(place.device) else "two forwards"
+def _needed(job: Job, segment: Segment, passage: Passage, total: float) -> int:
+    params = job.plan.model.params
+    itemsize = (job.place.dtype or params[segment.params[0]].dtype).itemsize
+    return parked_bytes(segment, round(passage.tokens * total), passage.hidden, params, itemsize)

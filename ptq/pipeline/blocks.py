@@ -47,6 +47,7 @@ class BlockRunner:
         batches: for their masks.
         weights: the parameters; results are stored there.
         seed: for transforms that draw random numbers.
+        room: bytes that parked activations may take before a block is measured in two forwards; None: any number.
         done: weights that an earlier process finished in this stage.
         offload: where statistics go that would not fit.
     """
@@ -58,10 +59,11 @@ class BlockRunner:
         batches: Sequence[Batch],
         weights: Weights,
         seed: int,
+        room: int | None = None,
         done: frozenset[str] = frozenset(),
         offload: Offload | None = None,
     ) -> None:
-        self.plan, self.weights, self.seed, self.offload = plan, weights, seed, offload
+        self.plan, self.weights, self.seed, self.room, self.offload = plan, weights, seed, room, offload
         self.module: nn.Module = plan.model.module
         self.solves = [m for m in members if m.transform.kind == "solve"]
         self.reparams = [m for m in members if m.transform.kind == "reparam"]
@@ -144,9 +146,9 @@ class BlockRunner:
     def _at_once(self, segment: Segment, arrived: Arrived) -> list[str]:
         """The block's sites that are solved at its entry; nothing but shapes decides."""
         own = self._own(segment)
-        room = _room(segment, arrived, self.weights.params)
-        if self.offload is None and room > budget(self.weights.place.device):
-            why = f"parked inputs of {room / 2**30:.1f} GiB would not fit"
+        needed = _needed(segment, arrived, self.weights.params)
+        if self.room is not None and needed > self.room:
+            why = f"parked inputs of {needed / 2**30:.1f} GiB would not fit"
             self._notes[segment.name] = f"measured with the rest of the block still dense, since {why}"
             return own
         return [site for site in own if site in self._whole]
@@ -250,7 +252,7 @@ class BlockRunner:
         self.weights.store(changed)
 
 
-def _room(segment: Segment, arrived: Arrived, params: Params) -> int:
+def _needed(segment: Segment, arrived: Arrived, params: Params) -> int:
     """Bytes that all micro-batches would hold while they are parked in a block, told by what entered it."""
     hidden = [x for brought in arrived.shapes() if (x := next(floats(brought), None)) is not None]
     if not hidden:

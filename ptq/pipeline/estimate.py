@@ -82,7 +82,7 @@ class _Estimator:
     """Tries one block of each kind and one task of each signature, and counts."""
 
     def __init__(self, job: Job, writer: Writer, rates: Rates) -> None:
-        self.plan, self.place, self.offload = job.plan, job.place, job.offload is not None
+        self.job, self.plan, self.place = job, job.plan, job.place
         self.writer, self.rates = writer, rates
         self.params = job.plan.model.params
         self.shares: list[float] = []
@@ -147,7 +147,7 @@ class _Estimator:
         if not visit.runs:
             return Activations("nothing")
         passage = self._passage(visit.segment)
-        return activations(self.plan, visit.segment, visit.tasks, passage, self.shares, self.place, self.offload)
+        return activations(self.job, visit.segment, visit.tasks, passage, self.shares)
 
     def _seconds(self, visit: _Visit, costs: Sequence[Cost], parked: Activations, plain: int, solved: float) -> Seconds:
         passage, rates = self._passage(visit.segment), self.rates

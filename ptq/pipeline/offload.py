@@ -29,16 +29,19 @@ class Offload:
 
     Args:
         place: a device such as "cpu", or a directory that is there.
+        computes: the device that forwards run on, where nothing would be gained.
 
     Raises:
-        BadInput: it is neither.
+        BadInput: it is neither, or that device.
     """
 
-    def __init__(self, place: str | Path) -> None:
+    def __init__(self, place: str | Path, computes: torch.device | None = None) -> None:
         self.place = place
-        self._directory = Path(place).expanduser() if Path(place).expanduser().is_dir() else None
+        self._directory = Path(place).expanduser() if str(place) and Path(place).expanduser().is_dir() else None
         if self._directory is None:
             self._device = _device(place)
+            if self._device == computes:
+                raise BadInput(f"offload {str(place)!r}: forwards run there, so it frees no memory; name a directory")
 
     def storage(self, nbytes: int) -> UntypedStorage:
         """Room for some bytes."""

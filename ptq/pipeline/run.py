@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from ptq.models.model import Model
 from ptq.models.skeleton import from_module
 from ptq.numerics.leaves import nbytes
 from ptq.pipeline.batches import at, few_tokens, micro_batches
+from ptq.pipeline.budget import budget
 from ptq.pipeline.identity import identity
 from ptq.pipeline.offload import Offload
 from ptq.pipeline.place import resolve
@@ -34,6 +35,9 @@ class InMemory:
 
     def past(self, stage: int) -> Past:
         return Past()
+
+    def settle(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        return facts
 
     def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]:
         return params, completed(report, {name: nbytes(leaf) for name, leaf in params.items()}, {})
@@ -103,6 +107,8 @@ class Run:
         last, self.store = self.stages - 1, store
         if taken and store.past(last).reports:
             raise BadInput("blocks of this run were taken already; start a new run to resume")
+        if taken:
+            store.settle(self.job.settled)
         for i, block in enumerate(taken):
             _, self.reports[i] = store.put(last, block.state.params, block.report)
         return [block._replace(report=report) for block, report in zip(taken, self.reports, strict=False)]
@@ -214,8 +220,9 @@ def compress(
     if resume and out is None:
         raise BadInput("compress: resume goes on with what is beside `out`; name it")
     place = resolve(device, compute_dtype, source)
-    away = None if offload is None else Offload(offload)
-    return Run(Job(plan, [at(batch, place) for batch in made], staged, seed, place, away), out, resume)
+    away = None if offload is None else Offload(offload, place.device)
+    room = None if away else budget(place.device)
+    return Run(Job(plan, [at(batch, place) for batch in made], staged, seed, place, away, room), out, resume)
 
 
 def _stage(given: Any) -> Stage:

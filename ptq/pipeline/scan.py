@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -42,6 +42,13 @@ class Job(NamedTuple):
     seed: int
     place: Place
     offload: Offload | None
+    room: int | None
+    """bytes that parked activations may take before a block is measured in two forwards; None: as much as they need"""
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """What this machine decided and results depend on; a job that goes on elsewhere keeps to it."""
+        return {"room": self.room}
 
 
 class Block(NamedTuple):
@@ -77,6 +84,7 @@ def passes(job: Job, host: Host) -> Generator[Block]:
     stages = job.plan.stages or ((),)
     last = len(stages) - 1
     pasts = [host.store.past(number) for number in range(len(stages))]
+    job = job._replace(**host.store.settle(job.settled))
     host.recall(pasts[last].reports)
     if len(pasts[last].reports) == len(job.plan.segments):
         return
@@ -113,7 +121,7 @@ def _scan(
     if done == len(segments):
         return
     finished = frozenset(n for s in segments[:done] for n in s.params)
-    runner = BlockRunner(job.plan, members, job.batches, weights, job.seed, finished, job.offload)
+    runner = BlockRunner(job.plan, members, job.batches, weights, job.seed, job.room, finished, job.offload)
     work = _Pass(job, number, runner, weights, segments[done:], host)
     began = time.perf_counter()
     for i, segment in enumerate(work.spined() if any(map(needs_data, members)) else work.dataless(), done):

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ptq.errors import BadInput
 from ptq.models.call import functional, named
 from ptq.models.interpret import Interpreter, Use
 from ptq.pipeline.offload import Live, Offload, Parked
 
-_STACK = 1 << 24  # model code recurses little, but its kernels may want more than the smallest stacks
+_STACK = 1 << 22  # as little as kernels do with: all of it counts where private memory is limited
 
 
 class Batch(NamedTuple):
@@ -135,7 +136,8 @@ class Spine:
                 self._threads.append(thread)
         except RuntimeError:  # the system gives no more threads
             self.close()
-            raise
+            count = f"got {len(self._threads)} threads for {len(self._batches)} micro-batches"
+            raise BadInput(f"{count}, expected one for each; pass a larger batch size, or fewer samples") from None
         finally:
             threading.stack_size(before)
 
