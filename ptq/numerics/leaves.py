@@ -5,6 +5,7 @@ Dimensions are `[*e, out, in]`: `*e` stands for stacked experts or nothing, grou
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from ptq._tree import node, static, tree_map
 from ptq.errors import BadInput
+from ptq.numerics.chunks import by_rows
 from ptq.numerics.grids import Grid, ScaleGrid
 from ptq.numerics.patterns import Pattern
-from ptq.numerics.tiles import Tile, fits, per_tile
+from ptq.numerics.tiles import Tile, fits, per_tile, spread, tile_of
 
 
 @node
@@ -150,6 +152,22 @@ def _(leaf: Scales) -> Tensor:
 
 @dense.register
 def _(leaf: Quantized) -> Tensor:
+    return by_rows(_decoded, _rows_apart(leaf))
+
+
+def _rows_apart(leaf: Quantized) -> Quantized:
+    """The same values with scales for each row where some rows share theirs: then a few rows can be cut out."""
+    high, wide = leaf.tile or tile_of(leaf.scale.shape, leaf.shape)
+    if 1 in (high, leaf.scale.shape[-2]):
+        return leaf
+
+    def apart(t: Tensor) -> Tensor:
+        return t if t.shape[-2] == 1 else spread(t, torch.Size((*leaf.shape[:-1], t.shape[-1])), (high, 1))
+
+    return replace(leaf, scale=tree_map(apart, leaf.scale), zero=tree_map(apart, leaf.zero), tile=(1, wide))
+
+
+def _decoded(leaf: Quantized) -> Tensor:
     # Integer times scale is exact in float32 for every stored scale of 16 bits or less, so the only rounding is the
     # cast to the leaf's dtype: the value a loader computes.
     scale = dense(leaf.scale)
