@@ -19,7 +19,7 @@ from ptq.io.foreign import quantization_of, translated
 from ptq.io.hub import joined
 from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded, frozen
 from ptq.io.quantization_config import KEYS, Args, Quantizers
-from ptq.io.records import Record, parts
+from ptq.io.records import AS_IT_IS, Record, parts
 from ptq.io.safetensors import NAMES, headers
 from ptq.io.shards import ShardWriter
 from ptq.models.model import Model
@@ -82,7 +82,7 @@ class Writer:
         """Names in the checkpoint of the modules of which something is quantized, by how it is."""
         found: dict[Quantizers, list[str]] = {}
         for r in (r for r in self.records if any(r.quantizers)):
-            found.setdefault(r.quantizers, []).append(r.file.removesuffix(".weight"))
+            found.setdefault(r.quantizers, []).append(r.module)
         return found
 
     @property
@@ -90,17 +90,16 @@ class Writer:
         """Names in the checkpoint of the pruned modules, by what their zeros obey."""
         found: dict[str, list[str]] = {}
         for r in (r for r in self.records if r.sparsity):
-            found.setdefault(r.sparsity, []).append(r.file.removesuffix(".weight"))
+            found.setdefault(r.sparsity, []).append(r.module)
         return found
 
     @property
     def sparsity(self) -> dict[str, Any]:
         """The `sparsity_config` of weights stored as bits and values; empty where there are none."""
         counts = {
-            r.file.removesuffix(".weight"): (math.prod(entry.shape), math.prod(r.shape))
+            r.module: (math.prod(r.parts["compressed"].shape), math.prod(r.shape))
             for r in self.records
-            for part, entry in r.parts.items()
-            if part.endswith(".compressed") and part != r.file
+            if "compressed" in r.parts
         }
         return bitmask.config(self._form, counts) if counts else {}
 
@@ -149,12 +148,12 @@ class Writer:
         """
         self.add({name: leaf for name, leaf in self.model.params.items() if name not in self._seen})
         for file, tensor in written(self.model.module, persistent_buffers(self.model.module)).items():
-            self._store(file, tensor, file)  # whatever it holds: a mask's infinities are meant
+            self.records.append(self._store(file, tensor, file))  # whatever it holds: a mask's infinities are meant
         for module, maps in attention_maps(self._maps).items():
             record = Record(_attention_name(module, self._files), module, {}, "", [])
             self.records.append(self._with_maps(record, maps))
         for file, leaf in _unused(self.model).items():
-            self._write_leaf(file, leaf, file, loadable=True)
+            self.records.append(self._write_leaf(file, leaf, file, loadable=True))
         return self._shards.close()
 
     def abort(self) -> None:
@@ -186,7 +185,7 @@ class Writer:
             maps = weight_maps(self._maps, name, order.index(file), len(order)) if kept else {}
             # A class reaches experts that are dense here, and in some engines no head.
             by_class = owner is not self._head if stored.args or maps else not pieces
-            self.records[-1] = self._with_maps(stored._replace(by_class=by_class), maps)
+            self.records.append(self._with_maps(stored._replace(by_class=by_class), maps))
 
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
         """Writes the tensors of a leaf."""
@@ -196,8 +195,7 @@ class Writer:
             made = self._write_sparse(file, leaf, form, name, loadable)
         else:
             made = self._write_quantized(file, leaf, form, name, loadable)
-        self.records[-1] = made._replace(sparsity=bitmask.structure(leaf))
-        return self.records[-1]
+        return made._replace(sparsity=bitmask.structure(leaf))
 
     def _write_sparse(self, file: str, leaf: Leaf, form: str, name: str, loadable: bool) -> Record:
         reason = bitmask.unfit(leaf, loadable)
@@ -221,26 +219,24 @@ class Writer:
     def _write_parts(
         self, file: str, leaf: Leaf, name: str, args: Args | None, tensors: Mapping[str, Tensor]
     ) -> Record:
-        module = file.removesuffix(".weight")
-        made = {
-            f"{module}.{part}": self._shards.write(f"{module}.{part}", _finite(t, name)) for part, t in tensors.items()
-        }
-        self.records.append(Record(file, name, made, NAMES[leaf.dtype], list(leaf.shape), args))
-        return self.records[-1]
+        record = Record(file, name, {}, NAMES[leaf.dtype], list(leaf.shape), args)
+        return self._with(record, {part: _finite(t, name) for part, t in tensors.items()})
 
-    def _with_maps(self, stored: Record, maps: Mapping[str, Map]) -> Record:
+    def _with_maps(self, record: Record, maps: Mapping[str, Map]) -> Record:
         """Writes what maps store, beside a weight or in an attention module, and accounts for it."""
-        module = stored.file.removesuffix(".weight")
-        made = {f"{module}.{part}": t for role, given in maps.items() for part, t in named_tensors(given, role).items()}
-        entries = {part: self._shards.write(part, t) for part, t in made.items()}
+        tensors = {part: t for role, given in maps.items() for part, t in named_tensors(given, role).items()}
         activations = {role: arguments_of(given) for role, given in maps.items()}
-        return stored._replace(parts=stored.parts | entries, activations=activations)
+        return self._with(record, tensors)._replace(activations=activations)
+
+    def _with(self, record: Record, tensors: Mapping[str, Tensor]) -> Record:
+        """Writes tensors of a module, given by their local names."""
+        entries = {part: self._shards.write(f"{record.module}.{part}", t) for part, t in tensors.items()}
+        return record._replace(parts=record.parts | entries)
 
     def _store(self, file: str, tensor: Tensor, name: str, note: str = "") -> Record:
         """Writes a tensor as it is."""
         entry = self._shards.write(file, tensor)
-        self.records.append(Record(file, name, {file: entry}, entry.dtype, entry.shape, note=note))
-        return self.records[-1]
+        return Record(file, name, {AS_IT_IS: entry}, entry.dtype, entry.shape, note=note)
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:
