@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ptq.errors import BadInput
 from ptq.io import bitmask
@@ -153,7 +154,8 @@ class Writer:
             record = Record(_attention_name(module, self._files), module, {}, "", [])
             self.records.append(self._with_maps(record, maps))
         for file, leaf in _unused(self.model).items():
-            self.records.append(self._write_leaf(file, leaf, file, loadable=True))
+            stored = self._write_leaf(file, leaf, file, loadable=True)
+            self.records.append(stored._replace(by_class=bool(stored.args) or _ignorable(stored)))
         return self._shards.close()
 
     def abort(self) -> None:
@@ -161,15 +163,18 @@ class Writer:
         self._shards.abort()
 
     def ignored(self) -> list[str]:
-        """Full names of the linears that are not compressed, in the checkpoint and in memory where these differ."""
-        stored = {module for modules in self.modules.values() for module in modules}
-        found: dict[str, None] = {}
-        for path, module in self.model.module.named_modules():
-            if isinstance(module, nn.Linear):
-                names = [file.removesuffix(".weight") for file in self._files.get(f"{path}.weight", ())]
-                if stored.isdisjoint(names):
-                    found |= dict.fromkeys((*names, path))
-        return list(found)
+        """Full names of what is dense and may count as linear, in the checkpoint and in memory where these differ.
+
+        Engines have linears where this model has none: for routers, and for what its class has no place for. Only
+        embeddings are known apart by all of them.
+        """
+        modules = self.model.module.named_modules()
+        embeddings = {f"{path}.weight" for path, module in modules if isinstance(module, nn.Embedding)}
+        left = [(r.file, r.name) for r in self.records if len(r.shape) == 2 and not any(r.quantizers)]
+        tied = self.model.aliases if self.tied else ()
+        left += [(file, alias) for alias in tied for file in self._files[alias]]
+        names = [name for each in left if each[1] not in embeddings for name in each if name.endswith(".weight")]
+        return list(dict.fromkeys(name.removesuffix(".weight") for name in names))
 
     def _write_group(self, group: dict[str, Leaf]) -> None:
         made = written(self.model.module, group)
@@ -184,7 +189,7 @@ class Writer:
             kept = group[name] is self.model.params.get(name) and (stored.args or not compressed(leaf))
             maps = weight_maps(self._maps, name, order.index(file), len(order)) if kept else {}
             # A class reaches experts that are dense here, and in some engines no head.
-            by_class = owner is not self._head if stored.args or maps else not pieces
+            by_class = owner is not self._head if stored.args or maps else not pieces and _ignorable(stored, owner)
             self.records.append(self._with_maps(stored._replace(by_class=by_class), maps))
 
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
@@ -248,6 +253,12 @@ def _finite(tensor: Tensor, name: str) -> Tensor:
 def _plain_linear(module: nn.Module) -> bool:
     """Whether a loader may put a forward of its own in the place of the module's."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _ignorable(dense: Record, owner: nn.Module | None = None) -> bool:
+    """Whether `ignore`, which names modules, can keep engines from a matrix; a stack of experts is no module's."""
+    matrix = len(dense.shape) == 2 and dense.file.endswith(".weight")
+    return matrix or len(dense.shape) < 2 or isinstance(owner, _ConvNd)
 
 
 def _quantized(leaf: Leaf) -> Quantized | Indexed | None:
