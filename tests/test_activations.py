@@ -163,14 +163,30 @@ def test_old_places_of_the_cache_s_scales(spelling: str, tmp_path: Path) -> None
     assert load_file(tmp_path / "again" / WEIGHTS)[f"{ATTENTION}.k_scale"].item() == 2.0
 
 
+@pytest.mark.parametrize("target", ["Linear", "re:.*layers"])
+def test_biases_and_norms_have_no_inputs_to_round(target: str, tmp_path: Path) -> None:
+    stock(llama_config(attention_bias=True)).save_pretrained(tmp_path / "dense")
+    choose = lambda n, s: quantized(*s, tiles="channel", grid=Float8()) if ".layers." in n else None  # noqa: E731  # short
+    made = save(compressed(load(tmp_path / "dense"), choose), tmp_path / "made").path
+    names = [name for name in load_file(made / WEIGHTS) if name.endswith("weight_scale")]
+    scales = {name.replace("weight_scale", "input_scale"): torch.ones(1) for name in names}
+
+    def change(table: dict[str, Any]) -> None:
+        table["config_groups"]["group_0"] |= {"targets": [target], "input_activations": FP8}
+
+    model = load(changed(made, tmp_path / "static", scales, change))
+    assert len(model.state.maps) == len(scales) > 0
+    assert all(name.endswith("_proj.weight") for name in model.state.maps)
+
+
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
         (None, rf"no tensor {UP}\.input_scale"),
         (torch.ones(2), rf"{UP}\.input_scale: got torch\.float32 \(2,\), expected one float"),
         (torch.tensor([0]), r"got torch\.int64 \(1,\), expected one float"),
-        (torch.tensor([torch.nan]), r"got \[nan\], expected numbers above 0"),
-        (torch.tensor([0.0]), r"got \[0\.0\], expected numbers above 0"),
+        (torch.tensor([torch.nan]), r"got nan, expected numbers above 0"),
+        (torch.tensor([0.0]), r"got 0, expected numbers above 0"),
     ],
 )
 def test_scales_that_are_none_are_refused_by_name(scale: Any, message: str, tmp_path: Path) -> None:

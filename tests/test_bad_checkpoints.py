@@ -125,11 +125,33 @@ CASES: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
         retensored(lambda t: t.pop(f"{UP}.weight_global_scale")),
         [f"no tensor {UP}.weight_global_scale"],
     ),
-    "nvfp4 divisor 0": ("NVFP4A16", replaced("weight_global_scale", torch.zeros_like), [WEIGHTS, UP, "a scale is 0"]),
-    "nvfp4 scale NaN": ("NVFP4A16", replaced("weight_scale", first(torch.nan)), [WEIGHTS, f"{UP}.weight_scale"]),
-    "mxfp4 scale NaN": ("MXFP4A16", replaced("weight_scale", first(255)), [WEIGHTS, f"{UP}.weight_scale"]),
-    "scale 0": ("W4A16", replaced("weight_scale", first(0.0)), [WEIGHTS, f"{UP}.weight_scale", "a scale is 0"]),
-    "scale NaN": ("FP8_BLOCK", replaced("weight_scale", first(torch.nan)), [WEIGHTS, f"{UP}.weight_scale", "NaN"]),
+    **{
+        f"nvfp4 divisor {value}": (
+            "NVFP4A16",
+            replaced("weight_global_scale", first(value)),
+            [WEIGHTS, f"{UP}.weight_global_scale", f"got {value:g}", "expected numbers above 0"],
+        )
+        for value in (0.0, -8.0, torch.inf, torch.nan)
+    },
+    "nvfp4 quotient beyond float32": (
+        "NVFP4A16",
+        replaced("weight_global_scale", first(1e-38)),
+        [WEIGHTS, f"{UP}.weight_scale", "a scale is 0, negative, infinite or NaN"],
+    ),
+    **{
+        f"{checkpoint} scale {value}": (
+            checkpoint,
+            replaced("weight_scale", first(value)),
+            [WEIGHTS, f"{UP}.weight_scale", "got ", "expected numbers above 0"],
+        )
+        for checkpoint, values in {
+            "W4A16": (0.0, -0.5),
+            "NVFP4A16": (torch.nan, -2.0),
+            "MXFP4A16": (255,),
+            "FP8_BLOCK": (torch.nan, torch.inf, -0.5),
+        }.items()
+        for value in values
+    },
     "missing scale": (
         "FP8",
         retensored(lambda t: t.pop(f"{UP}.weight_scale")),

@@ -23,7 +23,7 @@ from ptq.io import check as checking, save as saving
 from ptq.io.check import check
 from ptq.io.fused import FUSED
 from ptq.io.hub import open_model
-from ptq.io.matching import library_ignores, library_target, vllm_ignores, vllm_target
+from ptq.io.matching import Targets
 from ptq.io.save import save
 from ptq.io.survey import ERROR, Finding
 from ptq.numerics.grids import Float8, Int
@@ -162,6 +162,7 @@ def dense(*modules: str) -> Callable[[Tensors], Any]:
 BOTH, VLLM, TRANSFORMERS, EVERY = "vLLM and transformers", "vLLM", "transformers", "every reader"
 G0 = "config_groups.group_0"
 ZERO = torch.zeros(1, dtype=torch.int32)
+LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 CASES: dict[str, Case] = {
     "scale is missing": Case("group", "missing", f"{Q}.weight_scale", EVERY, lambda t: t.pop(f"{Q}.weight_scale")),
     "norm is missing": Case("group", "missing", "model.norm.weight", EVERY, lambda t: t.pop("model.norm.weight")),
@@ -336,6 +337,31 @@ CASES: dict[str, Case] = {
     "zero in a scale": Case(
         "group", "zero-scale", f"{Q}.weight_scale", EVERY, put(f"{Q}.weight_scale", first(0)), severity="note"
     ),
+    "NaN in codes": Case("FP8", "values", f"{UP}.weight", EVERY, put(f"{UP}.weight", first(float("nan")))),
+    "negative scale": Case("group", "values", f"{Q}.weight_scale", EVERY, put(f"{Q}.weight_scale", first(-0.5))),
+    "negative divisor": Case(
+        "NVFP4A16",
+        "values",
+        f"{DOWN}.weight_global_scale",
+        EVERY,
+        put(f"{DOWN}.weight_global_scale", lambda t: -t),
+    ),
+    "infinite divisor": Case(
+        "NVFP4A16",
+        "values",
+        f"{DOWN}.weight_global_scale",
+        EVERY,
+        put(f"{DOWN}.weight_global_scale", lambda t: t / 0),
+    ),
+    "no scale of static inputs": Case(
+        "FP8", "missing", f"{DOWN}.input_scale", EVERY, lambda t: t.pop(f"{DOWN}.input_scale")
+    ),
+    "no divisor of inputs": Case(
+        "NVFP4A16", "missing", f"{DOWN}.input_global_scale", EVERY, config=group(input_activations=LOCAL)
+    ),
+    "zero in a scale of inputs": Case(
+        "FP8", "zero-scale", f"{DOWN}.input_scale", EVERY, put(f"{DOWN}.input_scale", lambda t: t * 0)
+    ),
     "zero divisor": Case(
         "NVFP4A16",
         "zero-scale",
@@ -434,17 +460,17 @@ def test_a_shard_that_is_missing(good: Callable[[str], Path], tmp_path: Path) ->
 
 @pytest.mark.parametrize("case", MATCHING, ids=[case["note"] for case in MATCHING])
 def test_targets_are_chosen_as_loaders_choose_them(case: dict[str, Any]) -> None:
-    targets, ignore = case["targets_in_config_order"], case["ignore"]
+    targets, ignore = Targets(case["targets_in_config_order"]), Targets(case["ignore"])
     for row in case["compressed_tensors"]:
         classes = [row["class"], "Module"]
-        ignored = library_ignores(ignore, row["module"], classes)
-        chosen = None if ignored else library_target(targets, row["module"], classes)
+        ignored = ignore.library(row["module"], classes) is not None
+        chosen = None if ignored else targets.library(row["module"], classes)
         assert chosen == row["winning_target"]
     for row in case["vllm"]:
         parent, _, name = row["module"].rpartition(".")
         shards = [f"{parent}.{shard}" for shard in FUSED.get(name, ())]
-        ignored = vllm_ignores(ignore, row["module"], shards)
-        chosen = None if ignored else vllm_target(targets, row["module"], row["class"], shards)
+        ignored = ignore.vllm_ignores(row["module"], shards)
+        chosen = None if ignored else targets.vllm(row["module"], row["class"], shards)
         if str(row["winning_target"]).startswith("ERROR"):
             assert ignored is None
         else:

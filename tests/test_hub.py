@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,35 @@ def test_what_acts_on_activations_is_said_once() -> None:
     with pytest.warns(UserWarning, match="also quantizes input activations; only weights") as caught:
         load(GOLDEN / "FP8")
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("targets", "theirs"),
+    [
+        ([["re:.*self_attn.*"], ["re:.*layers.*"]], "vLLM by that of 're:.*self_attn.*'"),
+        ([["Linear"], ["re:.*mlp.up_proj"]], None),  # a name comes before a class in both orders
+        ([["re:.*layers.0.*", "re:.*layers.1.*"], ["re:.*"]], "vLLM by that of 're:.*layers.0.*'"),
+    ],
+)
+def test_targets_that_vllm_chooses_otherwise_are_said_in_one_line(
+    targets: list[list[str]], theirs: str | None, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(GOLDEN / "W4A16", tmp_path / "model"))
+    table = json.loads((directory / "config.json").read_text())["quantization_config"]
+    ((_, group),) = table["config_groups"].items()
+    weights = [{**group["weights"], "observer": name} for name in ("minmax", "mse")]
+    groups = [{**group, "targets": t, "weights": w} for t, w in zip(targets, weights, strict=True)]
+    same = {f"group_{i}": g for i, g in enumerate(groups)}
+    reconfigured(directory, quantization_config={**table, "config_groups": same})
+    load(directory)  # both are one scheme: what calibrated it is no part of it
+    groups[0]["input_activations"] = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    reconfigured(directory, quantization_config={**table, "config_groups": same})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(directory)
+    said = [str(each.message) for each in caught if "make targets exclude each other" in str(each.message)]
+    assert len(said) == (theirs is not None)
+    assert all(str(directory) in text and "(and " in text and str(theirs) in text and "\n" not in text for text in said)
 
 
 def test_the_old_place_of_the_quantization_config(tmp_path: Path) -> None:

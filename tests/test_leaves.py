@@ -111,9 +111,10 @@ def test_what_is_no_leaf_is_refused() -> None:
         ({"zero": torch.zeros(2, 1, dtype=torch.int8)}, r"zero points \(2, 1\), expected the scale's \(2, 2\)"),
         ({"codes": torch.ones(2, 4)}, r"codes are torch.float32, expected torch.int8"),
         ({"grid": Float8()}, r"codes are torch.int8, expected torch.float8_e4m3fn"),
-        ({"scale": torch.tensor([[1.0, 0.0], [1.0, 1.0]])}, "a scale is 0, infinite or NaN"),
-        ({"scale": torch.tensor([[1.0, torch.nan], [1.0, 1.0]])}, "a scale is 0, infinite or NaN"),
-        ({"scale": torch.tensor([[torch.inf, 1.0], [1.0, 1.0]])}, "a scale is 0, infinite or NaN"),
+        ({"scale": torch.tensor([[1.0, 0.0], [1.0, 1.0]])}, "a scale is 0, negative, infinite or NaN"),
+        ({"scale": torch.tensor([[1.0, -1.0], [1.0, 1.0]])}, "a scale is 0, negative, infinite or NaN"),
+        ({"scale": torch.tensor([[1.0, torch.nan], [1.0, 1.0]])}, "a scale is 0, negative, infinite or NaN"),
+        ({"scale": torch.tensor([[torch.inf, 1.0], [1.0, 1.0]])}, "a scale is 0, negative, infinite or NaN"),
     ],
 )
 def test_broken_invariants_are_named(change: dict[str, torch.Tensor], message: str) -> None:

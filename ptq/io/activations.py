@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ptq._tree import tensors, tree_map, with_tensors
 from ptq.errors import BadInput
 from ptq.io.layouts import SCALE_GRIDS, grid_of
-from ptq.io.quantization_config import Args, Config
-from ptq.io.safetensors import OnDisk
+from ptq.io.quantization_config import QUANTIZED, Args, Config, Quantizers
+from ptq.io.safetensors import OnDisk, positive
 from ptq.models.naming import Reading, in_order
 from ptq.numerics.grids import ScaleGrid
 from ptq.numerics.maps import FakeQuant, Map, StaticQuant
@@ -66,8 +66,8 @@ def read_maps(
     """
     found: Maps = {}
     for name, sources in reading.sources.items():
-        modules = [source.removesuffix(".weight") for source in in_order(sources)]
-        given = [config.quantizers(module, classes(f"{module}.weight")) for module in modules]
+        modules = [_module(source, entries) for source in in_order(sources)]
+        given = [_quantizers(config, module, classes) for module in modules]
         for key, role, side in ((name, "input", 1), (f"{name}@out", "output", 2)):
             maps = [
                 _map(entries, f"{module}.{role}", quantizers[side], where)
@@ -77,6 +77,19 @@ def read_maps(
             if maps and len(maps) == len(modules):
                 found[key] = (_together(name, maps),)
     return found | _attention_maps(skeleton, reading, entries, config, where)
+
+
+def _module(source: str, entries: Mapping[str, OnDisk]) -> str | None:
+    """Whose weight a tensor of a file is: its module's, or its own where it is a stack of compressed experts."""
+    stack = any(f"{source}.{part}" in entries for part in ("weight", "weight_packed"))
+    return source if stack else source.removesuffix(".weight") if source.endswith(".weight") else None
+
+
+def _quantizers(config: Config, module: str | None, classes: Classes) -> Quantizers:
+    kinds = () if module is None else classes(f"{module}.weight")
+    if module is None or QUANTIZED.isdisjoint(kinds):
+        return Quantizers(None)
+    return config.quantizers(module, kinds)
 
 
 def _map(entries: Mapping[str, OnDisk], prefix: str, args: Any, where: Path) -> Map:
@@ -102,9 +115,7 @@ def _number(entries: Mapping[str, OnDisk], name: str, args: Args, where: Path) -
     if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1 or (entry.shape.numel() != 1 and not heads):
         expected = "floats (heads, 1, 1)" if heads else "one float"
         raise BadInput(f"{entry.file}: {entry.name}: got {entry.dtype} {tuple(entry.shape)}, expected {expected}")
-    value = entry.load()
-    if not bool((value.isfinite() & (value > 0)).all()):
-        raise BadInput(f"{entry.file}: {entry.name}: got {value.flatten().tolist()[:4]}, expected numbers above 0")
+    value = positive(entry, entry.load())
     return value if value.ndim else value.reshape(1)
 
 
@@ -186,6 +197,19 @@ def named_tensors(given: Map, role: str) -> dict[str, Tensor]:
     else:
         stored = {"global_scale": given.divisor}
     return {f"{role}_{part}": t for part, t in stored.items() if t is not None}
+
+
+def kept(args: Args | None, role: str) -> tuple[str, ...]:
+    """Local names of the tensors without which a file does not say how activations are rounded.
+
+    >>> kept(Args(None, 8, "float", True, "tensor"), "input")
+    ('input_scale',)
+    """
+    if args is None or args.dynamic is True:
+        return ()
+    if args.dynamic == "local":
+        return (f"{role}_global_scale",)
+    return (f"{role}_scale",) if args.symmetric else (f"{role}_scale", f"{role}_zero_point")
 
 
 def _dtype_name(scales: ScaleGrid | None) -> str | None:

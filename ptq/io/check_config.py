@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ptq.io.fused import FusedSet, fused_sets
 from ptq.io.layouts import LAYOUTS
-from ptq.io.matching import library_target, named, vllm_ignores, vllm_target
-from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey
+from ptq.io.orders import differences
+from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Finding, Survey
 
 _SCHEME = {"targets", "weights", "input_activations", "output_activations", "format"}
 _ARGS = {
@@ -67,44 +66,24 @@ def target_findings(survey: Survey) -> Iterator[Finding]:
     """Modules for which two loaders take different schemes, or none."""
     if survey.config is None:
         return
-    schemes = {target: group.weights for group in survey.config.groups for target in group.targets}
     classes = {name for module in survey.modules.values() for name in module.classes}
     for entry in survey.config.ignore:
         if entry in classes and entry not in survey.modules:
             yield Finding(f"ignore: {entry}", "ignore-class", "a class name", "full names of modules", VLLM)
-    sets = fused_sets(survey.modules)
-    alone = {name for name, m in survey.modules.items() if m.args} - {n for each in sets for n in each.shards}
-    for each in (*sets, *(FusedSet(name, (name,)) for name in sorted(alone))):
-        yield from _chosen(survey, each, schemes)
-
-
-def _chosen(survey: Survey, each: FusedSet, schemes: Mapping[str, Any]) -> Iterator[Finding]:
-    """What vLLM takes for a fused module against what the library takes for its first shard."""
-    ignore, first = survey.config.ignore if survey.config else (), survey.modules[each.shards[0]]
-    shards = each.shards if len(each.shards) > 1 else ()
-    if vllm_ignores(ignore, each.name, shards) is not False or first.args is None:
-        return  # what is ignored in part is told with the fused sets
-    kind = _kind(survey, first)
-    theirs, ours = vllm_target(list(schemes), each.name, kind, shards), library_target(schemes, *first[:2])
-    if first.name == survey.head and theirs is None:
-        got = f"target {ours!r}, a class that vLLM's head has not"
-        yield Finding(first.name, "head-by-class", got, "its name or a regex as target, or in ignore", VLLM)
-    elif theirs is None or ours is None or schemes[theirs] != schemes[ours]:
-        got = f"targets {ours!r} and {theirs!r} for {each.name}"
-        yield Finding(first.name, "overlapping-targets", got, "one that both orders of matching choose", VLLM)
-
-
-def _kind(survey: Survey, module: Module) -> str:
-    """The module's class in vLLM, as far as targets can tell classes apart."""
-    if module.name == survey.head:
-        return "ParallelLMHead"
-    return "VocabParallelEmbedding" if "Embedding" in module.classes else "ColumnParallelLinear"
+    modules = {name: module.classes for name, module in survey.modules.items()}
+    for each in differences(survey.config, modules, survey.head):
+        if each.module == survey.head and each.theirs is None:
+            got = f"target {each.ours!r}, a class that vLLM's head has not"
+            yield Finding(each.module, "head-by-class", got, "its name or a regex as target, or in ignore", VLLM)
+        else:
+            got = f"targets {each.ours!r} and {each.theirs!r} for {each.fused}"
+            yield Finding(each.module, "overlapping-targets", got, "one that both orders of matching choose", VLLM)
 
 
 def untargeted(survey: Survey) -> Iterator[Finding]:
     """Codes that no group says how to read."""
     for module in survey.modules.values():
         if survey.table and module.compressed and module.args is None:
-            left = any(named(entry, module.name) for entry in (survey.config.ignore if survey.config else ()))
+            left = survey.config is not None and survey.config.ignored.naming(module.name) is not None
             got = "codes that are in ignore" if left else "codes that match no target"
             yield Finding(module.tensor("weight"), "untargeted", got, "a group of the config with its scheme", EVERY)

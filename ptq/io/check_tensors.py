@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ptq.errors import BadInput
-from ptq.io.activations import ACTIVATIONS, CACHE
+from ptq.io.activations import ACTIVATIONS, CACHE, kept
 from ptq.io.compressed_tensors import WEIGHT
 from ptq.io.layouts import LAYOUTS, Part, expected, fits, grid_of
 from ptq.io.quantization_config import Args
-from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Entry, Finding, Module, Survey
-from ptq.numerics.leaves import dense
+from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey
+from ptq.numerics.chunks import few_rows
+from ptq.numerics.leaves import dense, finite
 
 
 def presence(survey: Survey) -> Iterator[Finding]:
@@ -87,6 +87,8 @@ def _extra(module: Module, part: str, why: str) -> Finding:
 
 def _activations(survey: Survey) -> Iterator[Finding]:
     """Scales of activations, where the config asks for none, or for some that are not there."""
+    for module in survey.modules.values():
+        yield from _asked_for(module)
     groups = (survey.table.get("config_groups") or {}).values()
     asked = any(group.get(key) for group in groups for key in ("input_activations", "output_activations"))
     if survey.table and not asked:
@@ -99,37 +101,46 @@ def _activations(survey: Survey) -> Iterator[Finding]:
                 yield Finding(name, "unexpected", "a tensor", "none: the config quantizes no cache", VLLM)
 
 
+def _asked_for(module: Module) -> Iterator[Finding]:
+    """What the scheme of a module's input or output keeps in files, since nothing finds it as the model runs."""
+    for role, args in (("input", module.inputs), ("output", module.outputs)):
+        for part in (part for part in kept(args, role) if part not in module.parts):
+            want = f"what its {role}s are rounded by: its scheme is not dynamic"
+            yield Finding(module.tensor(part), "missing", "no tensor", want, EVERY)
+
+
 def value_findings(survey: Survey, weights: bool) -> Iterator[Finding]:
     """Scales, and other floats, that are not numbers; one tensor in memory at a time.
 
     Args:
         survey: a checkpoint.
-        weights: whether floats other than scales are read too.
+        weights: whether floats other than scales are read too, codes that are floats among them.
     """
     for name, entry in survey.entries.items():
-        scale = name.endswith("_scale")
-        if scale or (weights and _number(entry) and name not in survey.buffers):
-            yield from _values(name, entry, scale)
+        if name.endswith("_scale"):
+            yield from _scales(name, dense(entry))
+        elif weights and entry.dtype.is_floating_point and name not in survey.buffers:
+            yield from _not_finite(name, dense(entry))
 
 
-def _number(entry: Entry) -> bool:
-    return entry.dtype.is_floating_point and entry.dtype.itemsize > 1
-
-
-def _values(name: str, entry: Entry, scale: bool) -> Iterator[Finding]:
-    t: Tensor = dense(entry)
-    if entry.dtype == torch.uint8:
+def _scales(name: str, t: Tensor) -> Iterator[Finding]:
+    if t.dtype == torch.uint8:
         if bool((t == 255).any()):
             yield Finding(name, "values", "exponent byte 255", "at most 254", EVERY)
         return
-    wide = t.float() if t.dtype.itemsize == 1 else t
-    for what, bad in (("NaN", wide.isnan()), ("infinity", wide.isinf())):
+    yield from _not_finite(name, t)
+    wide = t.float()
+    if bool((wide < 0).any()):
+        yield Finding(name, "values", f"{float(wide.min()):g}", "scales above 0", EVERY)
+    if bool((wide == 0).any()):
+        weight = name.endswith("weight_scale")  # the others are divided by
+        yield Finding(name, "zero-scale", "0", "scales above 0", EVERY, **({"severity": NOTE} if weight else {}))
+
+
+def _not_finite(name: str, t: Tensor) -> Iterator[Finding]:
+    if all(finite(rows) for (rows,) in few_rows(t)):
+        return
+    nan = "NaN, a code of 0x7f or 0xff" if t.dtype == torch.float8_e4m3fn else "NaN"
+    for what, bad in ((nan, t.float().isnan()), ("infinity", t.float().isinf())):
         if bool(bad.any()):
             yield Finding(name, "values", what, "finite values", EVERY)
-    if scale and bool((wide == 0).any()):
-        divides = name.endswith("global_scale")
-        yield Finding(name, "zero-scale", "0", "scales above 0", EVERY, **_severity(divides))
-
-
-def _severity(error: bool) -> Mapping[str, Any]:
-    return {} if error else {"severity": NOTE}

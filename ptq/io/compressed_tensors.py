@@ -15,7 +15,7 @@ from ptq.io.activations import PARTS
 from ptq.io.bitmask import Masked
 from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of, inferred
 from ptq.io.quantization_config import Args, Config, parse
-from ptq.io.safetensors import OnDisk, sizes
+from ptq.io.safetensors import OnDisk, positive, sizes
 from ptq.numerics.indexed import Indexed, simplest
 from ptq.numerics.lazy import Lazy
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, compressed, nbytes, validate
@@ -54,10 +54,18 @@ class Stored(Lazy):
         return Sparse(leaf, pruned.mask, pruned.pattern) if self.args.symmetric else leaf
 
     def _leaf(self, tensors: Mapping[str, Tensor]) -> Leaf:
+        for part in (part for part in ("weight_global_scale", "weight_scale") if part in tensors):
+            self._refuse_wrong(part, tensors[part])
         scale = self.parts["weight_scale"]
         leaf = decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
-        leaf = validate(leaf, f"{scale.file}: {scale.name}")
+        leaf = validate(leaf, f"{scale.file}: {scale.name}")  # the quotient of two good numbers may be none
         return self._ordered(leaf, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else leaf
+
+    def _refuse_wrong(self, part: str, values: Tensor) -> None:
+        grid = LAYOUTS[str(self.args.format)].scales if part == "weight_scale" else None
+        entry = self.parts[part]
+        if isinstance(entry, OnDisk):
+            positive(entry, grid.decode(values) if grid else values.float())
 
     def _ordered(self, leaf: Quantized, columns: Tensor) -> Leaf:
         groups, index = leaf.scale.shape[-1], self.parts["weight_g_idx"]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ptq.errors import BadInput
 from ptq.io.files import read_json
-from ptq.io.safetensors import OnDisk
+from ptq.io.safetensors import OnDisk, positive
 from ptq.numerics.lazy import Lazy, load
 from ptq.numerics.leaves import Leaf, Transposed, compressed, nbytes
 
@@ -81,7 +81,7 @@ class Reciprocal(OnDisk):
     """One over a tensor of a file."""
 
     def load(self) -> Tensor:
-        return super().load().float().reciprocal()
+        return positive(self, super().load().float()).reciprocal()
 
 
 def quantization_of(given: Sequence[Any], where: Path) -> Any:

@@ -19,8 +19,10 @@ from ptq.io.activations import Maps, read_maps
 from ptq.io.compressed_tensors import collected
 from ptq.io.files import read_json
 from ptq.io.foreign import Source, quantization_of, translated
-from ptq.io.quantization_config import KEYS, parse
+from ptq.io.orders import differences
+from ptq.io.quantization_config import KEYS, Config, parse
 from ptq.io.safetensors import headers
+from ptq.io.survey import head_of
 from ptq.models.model import Model
 from ptq.models.naming import Reading, assigned, names_in_files, read
 from ptq.models.skeleton import aliases, checkpoint_dtype, from_config, remember_conversions, set_buffers
@@ -99,7 +101,10 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     if (where / "generation_config.json").is_file() and getattr(skeleton, "generation_config", None) is not None:
         with foreign(where / "generation_config.json"):
             skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
-    state = State(params, _maps(skeleton, reading, source, where))
+    config = None if source.quantization is None else parse(source.quantization, where)
+    if config is not None:
+        _tell_orders(skeleton, reading, source, config, where)
+    state = State(params, _maps(skeleton, reading, source, config, where))
     return Model(skeleton, state, tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
 
 
@@ -121,8 +126,23 @@ def joined(skeleton: nn.Module, source: Source, dtype: torch.dtype, where: Path)
     return source.restored(collected(parts, source.quantization, classes, dtype, where))
 
 
-def _maps(skeleton: nn.Module, reading: Reading, source: Source, where: Path) -> Maps:
-    config = None if source.quantization is None else parse(source.quantization, where)
+def _tell_orders(skeleton: nn.Module, reading: Reading, source: Source, config: Config, where: Path) -> None:
+    """Says where a serving engine would read a weight by another scheme than it is read by here."""
+    classes = _classes(skeleton, source.entries)
+    named = (name.rpartition(".") for name in source.entries)
+    modules = {module: classes(f"{module}.weight") for module, _, part in named if part == "weight_scale"}
+    path = f"{head_of(skeleton)}.weight"
+    head = reading.sources.get(path, (path,))[0].removesuffix(".weight")
+    found = list(differences(config, modules, head))
+    if found:
+        module, _, ours, theirs = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        other = "none" if theirs is None else f"that of {theirs!r}"
+        what = f"{module}{more} is read by the scheme of target {ours!r}, and in vLLM by {other}"
+        warnings.warn(f"{where}: {what}; make targets exclude each other", Notice, stacklevel=3)
+
+
+def _maps(skeleton: nn.Module, reading: Reading, source: Source, config: Config | None, where: Path) -> Maps:
     if config is not None and config.transforms:
         warnings.warn(f"{where}: its config also has transforms, which are not read", Notice, stacklevel=3)
     if config is None or not config.beyond:

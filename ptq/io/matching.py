@@ -6,59 +6,57 @@ Both are functions of names alone, so that what they disagree on can be told fro
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 
-def library_target(targets: Collection[str], name: str, classes: Sequence[str]) -> str | None:
-    """compressed-tensors, and so transformers: the exact name, then regexes by their text, then classes.
+class Targets:
+    """Targets of a config in the order of the file: names, regexes and classes, ready to be asked about many modules.
 
-    >>> library_target(["re:.*self_attn.*", "re:.*layers.*"], "layers.4.self_attn.o_proj", ["Linear"])
-    're:.*layers.*'
+    >>> both = Targets(["re:.*self_attn.*", "re:.*layers.*"])
+    >>> both.library("layers.4.self_attn.o_proj", []), both.vllm("layers.4.self_attn.o_proj", "RowParallelLinear")
+    ('re:.*layers.*', 're:.*self_attn.*')
     """
-    if name in targets:
-        return name
-    patterns = (target for target in targets if target.startswith("re:") and named(target, name))
-    return min(patterns, default=None) or min((kind for kind in classes if kind in targets), default=None)
 
+    def __init__(self, targets: Iterable[str]) -> None:
+        self._places = {target: i for i, target in enumerate(dict.fromkeys(targets))}
+        self._regexes = {t: re.compile(t.removeprefix("re:")) for t in self._places if t.startswith("re:")}
+        # A checkpoint of experts may name each of its modules; their names are no parts of a class's.
+        self._words = [target for target in self._places if target.isidentifier()]
 
-def library_ignores(ignore: Iterable[str], name: str, classes: Sequence[str]) -> bool:
-    """Names, regexes and classes."""
-    return any(named(target, name) or target in classes for target in ignore)
+    def library(self, name: str, classes: Sequence[str]) -> str | None:
+        """compressed-tensors, and so transformers: the exact name, then regexes by their text, then classes."""
+        if name in self._places:
+            return name
+        known = (kind for kind in classes if kind in self._places)
+        return min(self._matching(name), default=None) or min(known, default=None)
 
+    def vllm(self, name: str, kind: str, shards: Sequence[str] = ()) -> str | None:
+        """vLLM: the first that has the name; else that of the first shard, if all have one; else a part of its class.
 
-def vllm_target(targets: Sequence[str], name: str, kind: str, shards: Sequence[str] = ()) -> str | None:
-    """vLLM: the first that has the name; else that of the first shard, if all have one; else a part of its class.
+        Args:
+            name: the module's name in vLLM, where several may be fused.
+            kind: its class in vLLM.
+            shards: names in the checkpoint of what is fused in it.
+        """
+        own = self.naming(name)
+        if own is not None:
+            return own
+        found = [self.naming(shard) for shard in shards]
+        if found and all(found):
+            return found[0]
+        return next((word for word in self._words if word.lower() in kind.lower()), None)
 
-    Args:
-        targets: in the order of the file.
-        name: the module's name in vLLM, where several may be fused.
-        kind: its class in vLLM.
-        shards: names in the checkpoint of what is fused in it.
+    def vllm_ignores(self, name: str, shards: Sequence[str] = ()) -> bool | None:
+        """Whether vLLM ignores a module: by names and regexes, no classes. None: some shards only, which it refuses."""
+        if name in self._places or not shards:
+            return self.naming(name) is not None
+        each = {self.naming(shard) is not None for shard in shards}
+        return each.pop() if len(each) == 1 else None
 
-    >>> vllm_target(["re:.*self_attn.*", "re:.*layers.*"], "layers.4.self_attn.o_proj", "RowParallelLinear")
-    're:.*self_attn.*'
-    """
-    own = _first(targets, name)
-    if own is not None:
-        return own
-    found = [_first(targets, shard) for shard in shards]
-    if found and all(found):
-        return found[0]
-    return next((target for target in targets if target.lower() in kind.lower()), None)
+    def naming(self, name: str) -> str | None:
+        """The first that is the module's name or a regex that its name begins with."""
+        named = [name] if name in self._places else []
+        return min((*named, *self._matching(name)), key=self._places.__getitem__, default=None)
 
-
-def vllm_ignores(ignore: Sequence[str], name: str, shards: Sequence[str] = ()) -> bool | None:
-    """Names and regexes, no classes. None: some of the shards only, which vLLM refuses."""
-    if name in ignore or not shards:
-        return _first(ignore, name) is not None
-    each = {_first(ignore, shard) is not None for shard in shards}
-    return each.pop() if len(each) == 1 else None
-
-
-def named(target: str, name: str) -> bool:
-    """Whether a target is the module's name or a regex that its name begins with."""
-    return re.match(target.removeprefix("re:"), name) is not None if target.startswith("re:") else target == name
-
-
-def _first(targets: Iterable[str], name: str) -> str | None:
-    return next((target for target in targets if named(target, name)), None)
+    def _matching(self, name: str) -> list[str]:
+        return [target for target, regex in self._regexes.items() if regex.match(name)]

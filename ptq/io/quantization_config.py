@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ptq.errors import BadInput
-from ptq.io.matching import library_target
+from ptq.io.matching import Targets
 
 VERSION = "0.20.1"  # the compressed-tensors whose layout is written; 0.18 changed how 3, 5, 6 and 7 bits are packed
 
@@ -22,6 +22,9 @@ VERSION = "0.20.1"  # the compressed-tensors whose layout is written; 0.18 chang
 KEYS = ("quantization_config", "compression_config")
 """where a config has it, the old name last"""
 
+
+QUANTIZED = frozenset({"Linear", "Embedding"})
+"""classes of the modules that schemes are for, attention aside; a target's regex may well hit others"""
 
 _ROLES = ("weights", "input_activations", "output_activations")
 _BITS = {"int": range(1, 9), "float": (4, 6, 8)}
@@ -98,20 +101,27 @@ class Config:
             name: the module's name in the checkpoint.
             classes: its class and the classes that it inherits from.
         """
-        if library_target(self._ignored, name, classes) is not None:
-            return Quantizers(None)
-        target = library_target(self._table, name, classes)
-        return Quantizers(None) if target is None else self._table[target]
+        target = self.target(name, classes)
+        return Quantizers(None) if target is None else self.schemes[target]
+
+    def target(self, name: str, classes: Sequence[str]) -> str | None:
+        """The target whose scheme a module has; None: it has none, or is ignored."""
+        return None if self.ignored.library(name, classes) is not None else self.targets.library(name, classes)
 
     @cached_property
-    def _table(self) -> dict[str, Quantizers]:
-        """By target, regexes in their order: a checkpoint of experts may name each of its modules."""
-        table = {target: group.quantizers for group in self.groups for target in group.targets}
-        return dict(sorted(table.items()))
+    def schemes(self) -> dict[str, Quantizers]:
+        """By target, in the order of the file."""
+        return {target: group.quantizers for group in self.groups for target in group.targets}
 
     @cached_property
-    def _ignored(self) -> dict[str, None]:
-        return dict.fromkeys(self.ignore)
+    def targets(self) -> Targets:
+        """What schemes are for."""
+        return Targets(self.schemes)
+
+    @cached_property
+    def ignored(self) -> Targets:
+        """What no scheme is for."""
+        return Targets(self.ignore)
 
 
 def parse(raw: Any, where: Path) -> Config:

@@ -69,6 +69,14 @@ def sizes(tensor: OnDisk, count: int) -> torch.Size:
     return torch.Size(found)
 
 
+def positive(tensor: OnDisk, values: Tensor) -> Tensor:
+    """What a tensor of scales or divisors holds, as floats, if all are numbers above 0."""
+    wrong = ~(values.isfinite() & (values > 0))
+    if bool(wrong.any()):
+        raise BadInput(f"{tensor.file}: {tensor.name}: got {values[wrong][0].item():g}, expected numbers above 0")
+    return values
+
+
 def read_bytes(file: Path, offset: int, count: int, name: str) -> Tensor:
     """`count` bytes of a file as uint8; `name` is the tensor, for the error when they are not there.
 

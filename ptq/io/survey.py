@@ -14,7 +14,7 @@ from ptq.io.activations import ACTIVATIONS, CACHE
 from ptq.io.bitmask import Masked
 from ptq.io.compressed_tensors import WEIGHT
 from ptq.io.layouts import LAYOUTS, inferred
-from ptq.io.quantization_config import KEYS, Args, Config, parse
+from ptq.io.quantization_config import KEYS, QUANTIZED, Args, Config, Quantizers, parse
 from ptq.io.safetensors import OnDisk
 from ptq.models.naming import assigned, names_in_files, read
 from ptq.models.skeleton import aliases
@@ -53,6 +53,9 @@ class Module(NamedTuple):
     """of the weight"""
     args: Args | None
     """the scheme that the config gives"""
+    inputs: Args | None = None
+    """how what it reads is rounded"""
+    outputs: Args | None = None
 
     @property
     def compressed(self) -> bool:
@@ -97,19 +100,21 @@ def surveyed(where: Path, raw: Mapping[str, Any], entries: Mapping[str, Entry], 
     parts = _parts(entries, quantized=bool(table))
     names = assigned(skeleton, [f"{module}.weight" for module in parts])
     modules = {
-        name: Module(name, classes, found, _shape(found, args), args)
+        name: _module(name, found, config, _classes(skeleton, names.get(f"{name}.weight")))
         for name, found in parts.items()
-        for classes in [_classes(skeleton, names.get(f"{name}.weight"))]
-        for args in [_scheme(config, name, classes, found)]
     }
     missing, unused = _unmatched(skeleton, _leaves(entries, modules))
     dense = {n for n, m in modules.items() if m.tensor("weight") in unused and not m.compressed}
-    modules |= {name: modules[name]._replace(args=None, classes=()) for name in dense}  # of what the model has not
+    # Schemes are for what the model has.
+    modules |= {name: Module(name, (), modules[name].parts, modules[name].shape, None) for name in dense}
     text: Any = raw.get("text_config") or {}
     heads = text.get("num_key_value_heads", raw.get("num_key_value_heads"))
     tied = bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     buffers = {name for name, _ in skeleton.named_buffers()}
-    return Survey(table, config, entries, modules, missing, unused, _head(skeleton, names), tied, heads, buffers)
+    path = head_of(skeleton)
+    head = next((file for file, name in names.items() if name == f"{path}.weight"), f"{path}.weight")
+    head = head.removesuffix(".weight")
+    return Survey(table, config, entries, modules, missing, unused, head, tied, heads, buffers)
 
 
 def unwrapped(table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,9 +143,15 @@ def _classes(skeleton: nn.Module, weight: str | None) -> list[str]:
         return []
 
 
-def _scheme(config: Config | None, name: str, classes: Sequence[str], parts: Mapping[str, Entry]) -> Args | None:
+def _module(name: str, parts: Mapping[str, Entry], config: Config | None, classes: Sequence[str]) -> Module:
+    has = config is not None and not QUANTIZED.isdisjoint(classes)
+    weights, *activations = config.quantizers(name, classes) if config and has else Quantizers(None)
+    args = _scheme(weights, parts)
+    return Module(name, classes, parts, _shape(parts, args), args, *activations)
+
+
+def _scheme(args: Args | None, parts: Mapping[str, Entry]) -> Args | None:
     """What the config gives, in the format that the tensors are in where it names none: that is told by itself."""
-    args = config.args(name, classes) if config and {"Linear", "Embedding"} & {*classes} else None
     if args is None or args.format in LAYOUTS:
         return args
     told = inferred({part: entry for part, entry in parts.items() if part != "weight_shape"})
@@ -180,11 +191,10 @@ def _unmatched(skeleton: nn.Module, leaves: Mapping[str, Any]) -> tuple[list[str
     return [file for names in files.values() for file in names], list(reading.unused)
 
 
-def _head(skeleton: nn.Module, names: Mapping[str, str]) -> str:
+def head_of(skeleton: nn.Module) -> str:
+    """The name in memory of the module that gives logits."""
     made: Any = getattr(skeleton, "get_output_embeddings", lambda: None)()
-    path = next((path for path, module in skeleton.named_modules() if module is made), "lm_head")
-    file = next((file for file, name in names.items() if name == f"{path}.weight"), f"{path}.weight")
-    return file.removesuffix(".weight")
+    return next((path for path, module in skeleton.named_modules() if module is made), "lm_head")
 
 
 def packed_words(args: Args) -> bool:

@@ -14,13 +14,13 @@ CHUNK = 1 << 19
 """Elements worked on at a time: two megabytes in float32, and enough that Python's own time does not count."""
 
 
-def by_rows(function: Callable[..., Tensor], matrix: Tensor, *facts: Tensor) -> Tensor:
+def by_rows(function: Callable[..., Tensor], matrix: Any, *facts: Any) -> Tensor:
     """`function(matrix, *facts)`, where each row of it depends on the same row of each argument only.
 
     Args:
         function: gives `[rows, any]` for `[rows, in]` and the facts of these rows.
-        matrix: `[*e, out, in]`.
-        facts: `[*e, out or 1, any]`.
+        matrix: a leaf `[*e, out, in]`, as for `few_rows`.
+        facts: more of them, `[*e, out or 1, any]`.
 
     >>> by_rows(lambda m, s: (m * s).sum(-1, keepdim=True), torch.ones(2, 3), torch.tensor([[5.0], [7.0]]))
     tensor([[15.],
@@ -30,12 +30,12 @@ def by_rows(function: Callable[..., Tensor], matrix: Tensor, *facts: Tensor) -> 
     first = function(*next(parts))
     rows, done = matrix.shape[:-1].numel(), first.shape[:-1].numel()
     if done == rows:
-        return first.reshape(*matrix.shape[:-1], first.shape[-1])
+        return first.reshape((*matrix.shape[:-1], *first.shape[-1:]))  # a number stays one
     # Each part goes to its place at once: kept until all are there, none could use the memory of the one before.
     whole = first.new_empty(rows, first.shape[-1])
-    whole[:done] = first
+    whole[:done] = first.flatten(0, -2)
     for part in parts:
-        found = function(*part)
+        found = function(*part).flatten(0, -2)  # of several experts where these are small
         whole[done : done + len(found)] = found
         done += len(found)
     return whole.reshape(*matrix.shape[:-1], first.shape[-1])
@@ -44,15 +44,15 @@ def by_rows(function: Callable[..., Tensor], matrix: Tensor, *facts: Tensor) -> 
 def few_rows(matrix: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
     """Leaves, some rows of each at a time, of one expert after the other.
 
-    All rows come at once where they cannot be told apart (several share a scale, or a leaf is no tree of matrices),
-    and on devices where launches cost more than memory.
+    All rows come at once where they are few, where they cannot be told apart (several share a scale, or a leaf is no
+    tree of matrices), and on devices where launches cost more than memory.
 
     Args:
         matrix: a leaf `[*e, out, in]`, a tensor or a tree of tensors `[*e, out or 1, any]`.
         others: more of them, with as many rows or one.
     """
     leaves = (matrix, *others)
-    if not _cuttable(leaves, matrix.shape):
+    if matrix.shape.numel() <= CHUNK or not _cuttable(leaves, matrix.shape):
         yield leaves
     elif len(matrix.shape) > 2:
         for i in range(matrix.shape[0]):
@@ -66,8 +66,6 @@ def few_rows(matrix: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
 
 def _cuttable(leaves: tuple[Any, ...], shape: torch.Size) -> bool:
     held = [t for leaf in leaves for t in tensors(leaf)]
-    return (
-        shape.numel() > 0
-        and all(isinstance(t, Tensor) and t.device.type == "cpu" and t.ndim == len(shape) for t in held)
-        and all(t.ndim > 1 and t.shape[:-1] in (shape[:-1], (*shape[:-2], 1)) for t in held)
+    return all(isinstance(t, Tensor) and t.device.type == "cpu" and t.ndim == len(shape) for t in held) and all(
+        t.ndim > 1 and t.shape[:-1] in (shape[:-1], (*shape[:-2], 1)) for t in held
     )

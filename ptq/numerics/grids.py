@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ptq.errors import BadInput
+from ptq.numerics.chunks import by_rows
 
 
 class Grid(Protocol):
@@ -174,6 +175,9 @@ class Minifloat:
         return ((size / step).round() * step).copysign(t)  # what rounds to 0 keeps its sign
 
     def encode(self, t: Tensor) -> Tensor:
+        return by_rows(self._codes, t)
+
+    def _codes(self, t: Tensor) -> Tensor:
         size = t.abs()
         halves = size.clamp(max=2) + (size - 2).clamp(0, 2) / 2 + (size - 4).clamp(min=0) / 4
         code = (halves * 2**self.mantissa).to(torch.uint8)

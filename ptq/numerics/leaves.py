@@ -5,6 +5,7 @@ Dimensions are `[*e, out, in]`: `*e` stands for stacked experts or nothing, grou
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from ptq._tree import node, static, tree_map
 from ptq.errors import BadInput
+from ptq.numerics.chunks import by_rows
 from ptq.numerics.grids import Grid, ScaleGrid
 from ptq.numerics.patterns import Pattern
-from ptq.numerics.tiles import Tile, fits, per_tile
+from ptq.numerics.tiles import Tile, fits, per_tile, spread, tile_of
 
 
 @node
@@ -56,7 +58,7 @@ class Quantized:
 
     Invariants (`validate` checks them):
         codes: `[*e, out, in]` in `grid.dtype`, one code an element (packing belongs to files).
-        scale: `[*e, a, b]`, finite and not 0, a tensor or `Scales`; each value serves a tile of codes. Granularity is
+        scale: `[*e, a, b]`, finite and above 0, a tensor or `Scales`; each value serves a tile of codes. Granularity is
             told by its shape alone: `[1, 1]` tensor, `[out, 1]` channel, `[out, in / g]` groups.
         zero: the scale's shape in `grid.dtype`, or None for a symmetric grid.
         tile: rows and columns of a tile; None is `ceil(out / a) x ceil(in / b)`, which is what there is unless the
@@ -150,6 +152,22 @@ def _(leaf: Scales) -> Tensor:
 
 @dense.register
 def _(leaf: Quantized) -> Tensor:
+    return by_rows(_decoded, _rows_apart(leaf))
+
+
+def _rows_apart(leaf: Quantized) -> Quantized:
+    """The same values with scales for each row where some rows share theirs: then a few rows can be cut out."""
+    high, wide = leaf.tile or tile_of(leaf.scale.shape, leaf.shape)
+    if 1 in (high, leaf.scale.shape[-2]):
+        return leaf
+
+    def apart(t: Tensor) -> Tensor:
+        return t if t.shape[-2] == 1 else spread(t, torch.Size((*leaf.shape[:-1], t.shape[-1])), (high, 1))
+
+    return replace(leaf, scale=tree_map(apart, leaf.scale), zero=tree_map(apart, leaf.zero), tile=(1, wide))
+
+
+def _decoded(leaf: Quantized) -> Tensor:
     # Integer times scale is exact in float32 for every stored scale of 16 bits or less, so the only rounding is the
     # cast to the leaf's dtype: the value a loader computes.
     scale = dense(leaf.scale)
@@ -253,8 +271,8 @@ def validate(leaf: Quantized, name: str) -> Quantized:
     if leaf.codes.dtype != leaf.grid.dtype:
         raise BadInput(f"{name}: codes are {leaf.codes.dtype}, expected {leaf.grid.dtype}")
     scale = dense(leaf.scale).float()
-    if not bool(((scale != 0) & scale.isfinite()).all()):
-        raise BadInput(f"{name}: a scale is 0, infinite or NaN; quantize this weight again from finite values")
+    if not bool(((scale > 0) & scale.isfinite()).all()):
+        raise BadInput(f"{name}: a scale is 0, negative, infinite or NaN; quantize it again from finite values")
     return leaf
 
 
