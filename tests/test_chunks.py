@@ -78,7 +78,7 @@ def expanded(x: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("experts", [(), (3,), (2, 3)])
-@given(chunk=st.integers(1, 2 * OUT * IN))
+@given(chunk=st.integers(1, 4 * OUT * IN))
 def test_leaves_decode_alike_however_they_are_cut(kind: str, experts: tuple[int, ...], chunk: int) -> None:
     x = leaf(kind, *experts)
     for each in (x, expanded(x)):

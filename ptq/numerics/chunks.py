@@ -33,9 +33,9 @@ def by_rows(function: Callable[..., Tensor], matrix: Any, *facts: Any) -> Tensor
         return first.reshape((*matrix.shape[:-1], *first.shape[-1:]))  # a number stays one
     # Each part goes to its place at once: kept until all are there, none could use the memory of the one before.
     whole = first.new_empty(rows, first.shape[-1])
-    whole[:done] = first
+    whole[:done] = first.flatten(0, -2)
     for part in parts:
-        found = function(*part)
+        found = function(*part).flatten(0, -2)  # of several experts where these are small
         whole[done : done + len(found)] = found
         done += len(found)
     return whole.reshape(*matrix.shape[:-1], first.shape[-1])
