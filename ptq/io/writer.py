@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from ptq.errors import BadInput
 from ptq.io import bitmask
@@ -32,6 +31,7 @@ from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed,
 from ptq.numerics.maps import Map
 
 _ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
+_UNCUT = "stored dense with its values: its parts cannot be cut or joined one by one to what the checkpoint has"
 
 
 class Writer:
@@ -180,6 +180,7 @@ class Writer:
         made = written(self.model.module, group)
         name = next(iter(group))
         pieces = len(made) > len(group)  # a stack of experts, each a linear in the checkpoint
+        lost = any(map(compressed, group.values())) and not any(map(compressed, made.values()))
         order = in_order(made)
         owner = self.model.module.get_submodule(name.rpartition(".")[0])
         for file, leaf in made.items():
@@ -188,6 +189,8 @@ class Writer:
             # What was rounded by other values than these, or is no longer compressed, has no use for the old scales.
             kept = group[name] is self.model.params.get(name) and (stored.args or not compressed(leaf))
             maps = weight_maps(self._maps, name, order.index(file), len(order)) if kept else {}
+            if lost and self._form != "dense":
+                stored = stored._replace(note=_UNCUT)
             # A class reaches experts that are dense here, and in some engines no head.
             by_class = owner is not self._head if stored.args or maps else not pieces and _ignorable(stored, owner)
             self.records.append(self._with_maps(stored._replace(by_class=by_class), maps))
@@ -258,7 +261,7 @@ def _plain_linear(module: nn.Module) -> bool:
 def _ignorable(dense: Record, owner: nn.Module | None = None) -> bool:
     """Whether `ignore`, which names modules, can keep engines from a matrix; a stack of experts is no module's."""
     matrix = len(dense.shape) == 2 and dense.file.endswith(".weight")
-    return matrix or len(dense.shape) < 2 or isinstance(owner, _ConvNd)
+    return matrix or len(dense.shape) < 2 or isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
 def _quantized(leaf: Leaf) -> Quantized | Indexed | None:
