@@ -22,7 +22,7 @@ from ptq.io.compressed_tensors import Stored
 from ptq.io.hub import load
 from ptq.io.safetensors import OnDisk
 from ptq.io.save import save
-from ptq.io.survey import EVERY
+from ptq.io.survey import ERROR, EVERY
 from ptq.models.model import Model
 from ptq.numerics.lazy import load as load_leaf
 from ptq.numerics.leaves import Quantized, compressed, dense
@@ -230,6 +230,9 @@ def test_stacks_of_experts_in_float8(block: int | None, tmp_path: Path) -> None:
     model = load(source)
     assert isinstance(model.params[f"{experts}.down_proj"], Stored)
     agrees(model, reference)
+    save(model, tmp_path / "out")
+    assert load_file(tmp_path / "out" / WEIGHTS)[f"{experts}.2.up_proj.weight"].dtype == torch.float8_e4m3fn
+    agrees(load(tmp_path / "out"), reference)
 
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -353,6 +356,28 @@ def test_stacks_of_modelopt(method: str, one: bool, tmp_path: Path) -> None:
     saved = save(model, tmp_path / "out", format="nvfp4-pack-quantized")
     assert set(names) <= saved.notes.keys()
     assert all("keeps these experts in one tensor" in saved.notes[name] for name in names)
+    agrees(load(tmp_path / "out"), reference)
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "modelopt"])
+def test_stacks_whose_experts_have_names_are_written_one_by_one(method: str, tmp_path: Path) -> None:
+    """By rows of outputs, as the model has them too; loaders know each expert by a name of its own."""
+    source, reference = rewritten(moe_config(), tmp_path, lambda *_: None, MXFP4 if method == "mxfp4" else MODELOPT)
+    tensors = {n: t for n, t in load_file(source / WEIGHTS).items() if ".experts." not in n}
+    for name, w in reference.named_parameters():
+        if ".experts." in name:
+            encode = in_mxfp4 if method == "mxfp4" else nvfp4_stacks(down=False, one=False)
+            parts, value = encode(name, w.detach().mT)  # type: ignore[misc]  # of a stack it is something
+            tensors |= parts
+            w.data.copy_(value.mT)
+    save_file(tensors, source / WEIGHTS, metadata={"format": "pt"})
+    form = {"mxfp4": "mxfp4-pack-quantized", "modelopt": "nvfp4-pack-quantized"}[method]
+    saved = save(load(source), tmp_path / "out", format=form)
+    assert saved.notes == {}
+    packed = [n for n in load_file(tmp_path / "out" / WEIGHTS) if n.endswith("weight_packed")]
+    assert len(packed) == 2 * 3 * 3
+    assert all(re.search(r"experts\.\d\.(gate|up|down)_proj\.weight_packed$", n) for n in packed)
+    assert not [each for each in check(tmp_path / "out") if each.severity == ERROR]
     agrees(load(tmp_path / "out"), reference)
 
 
