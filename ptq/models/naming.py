@@ -79,6 +79,20 @@ def assigned(skeleton: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {keys[0][0]: target for target, keys in sources.items() if target not in converters}
 
 
+def splitting(skeleton: nn.Module, stored: Iterable[str]) -> list[Any]:
+    """The conversions that make these parameters out of several tensors, for a file that has each as one.
+
+    Args:
+        skeleton: the model's structure.
+        stored: their names in the file.
+    """
+    names = assigned(skeleton, stored).values()
+    if not names or not isinstance(skeleton, PreTrainedModel):
+        return []
+    mapping: list[Any] = [c for c in get_model_conversion_mapping(skeleton) if isinstance(c, WeightConverter)]
+    return [c for c in mapping if any(apply_converters(n, [c.reverse_transform()])[1] is not None for n in names)]
+
+
 def written(skeleton: nn.Module, params: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """The same leaves under the names and in the shapes that a checkpoint has for them.
 
