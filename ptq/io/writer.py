@@ -14,6 +14,7 @@ from ptq.errors import BadInput
 from ptq.io import bitmask
 from ptq.io.activations import arguments as arguments_of, attention_maps, named_tensors, weight_maps
 from ptq.io.compressed_tensors import Stored, zeroed
+from ptq.io.divisors import shared
 from ptq.io.files import read_json
 from ptq.io.foreign import quantization_of, translated
 from ptq.io.hub import joined
@@ -128,14 +129,16 @@ class Writer:
 
     def add(self, params: Mapping[str, Leaf]) -> None:
         """Writes parameters; those that a checkpoint keeps in one tensor wait until all of them are there."""
+        whole = {self._files[name][0]: leaf for name, leaf in params.items() if len(self._files[name]) == 1}
+        agreed = {} if self._form == "dense" else shared(whole)  # a fused set is of one block, which comes at once
         for name, leaf in params.items():
             self._seen.add(name)
             self.waiting[name] = leaf
             for alias in (a for a, canonical in self._copies.items() if canonical == name):
-                self._write_group({alias: leaf})
+                self._write_group({alias: leaf}, {})
             group = self._groups[name]
             if all(member in self.waiting for member in group):
-                self._write_group({member: self.waiting.pop(member) for member in group})
+                self._write_group({member: self.waiting.pop(member) for member in group}, agreed)
 
     def sync(self) -> None:
         """Waits until all that was written is on disk."""
@@ -176,14 +179,15 @@ class Writer:
         names = [name for each in left if each[1] not in embeddings for name in each if name.endswith(".weight")]
         return list(dict.fromkeys(name.removesuffix(".weight") for name in names))
 
-    def _write_group(self, group: dict[str, Leaf]) -> None:
+    def _write_group(self, group: dict[str, Leaf], agreed: Mapping[str, Leaf]) -> None:
         made = written(self.model.module, group)
         name = next(iter(group))
         pieces = len(made) > len(group)  # a stack of experts, each a linear in the checkpoint
         lost = any(map(compressed, group.values())) and not any(map(compressed, made.values()))
+        agreed = shared(made) if pieces and self._form != "dense" else agreed
         order = in_order(made)
         owner = self.model.module.get_submodule(name.rpartition(".")[0])
-        for file, leaf in made.items():
+        for file, leaf in ((file, agreed.get(file, leaf)) for file, leaf in made.items()):
             loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (_plain_linear(owner) or pieces)
             stored = self._write_leaf(file, leaf, name, loadable)
             # What was rounded by other values than these, or is no longer compressed, has no use for the old scales.
