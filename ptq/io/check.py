@@ -15,6 +15,7 @@ from ptq.errors import BadInput
 from ptq.io.bitmask import Masked, joined
 from ptq.io.check_config import config_findings, target_findings, untargeted
 from ptq.io.check_engines import fused_findings, head_findings, kernel_findings, parallel_findings
+from ptq.io.check_replaced import replaced_findings
 from ptq.io.check_tensors import part_findings, presence, value_findings
 from ptq.io.files import read_json
 from ptq.io.hub import skeleton_of
@@ -44,7 +45,7 @@ def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: b
         survey = surveyed(path, raw, entries, skeleton)
     except BadInput as error:
         return [*found, Finding(str(path), "unreadable", str(error), "a whole checkpoint", EVERY)]
-    return [*found, *_bits(survey), *_findings(survey, tp, weights)]
+    return [*found, *_bits(survey), *replaced_findings(survey, skeleton), *_findings(survey, tp, weights)]
 
 
 def _findings(survey: Survey, tp: int, weights: bool) -> Iterator[Finding]:
