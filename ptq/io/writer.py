@@ -81,9 +81,12 @@ class Writer:
 
     @property
     def modules(self) -> dict[Quantizers, list[str]]:
-        """Names in the checkpoint of the modules of which something is quantized, by how it is."""
+        """Names in the checkpoint of the modules of which something is quantized, by how it is.
+
+        The scheme of experts comes first: transformers takes that of the first group without regexes for them.
+        """
         found: dict[Quantizers, list[str]] = {}
-        for r in (r for r in self.records if any(r.quantizers)):
+        for r in sorted((r for r in self.records if any(r.quantizers)), key=lambda r: not r.piece):
             found.setdefault(r.quantizers, []).append(r.module)
         return found
 
@@ -191,8 +194,8 @@ class Writer:
             kept = group[name] is self.model.params.get(name) and (record.args or not compressed(leaf))
             maps = weight_maps(self._maps, name, order.index(file), len(order)) if kept else {}
             note = _UNCUT if lost and self._form != "dense" else record.note
-            record = self._with_maps(record._replace(note=note), maps)
-            self._account(record, not stack and _ignorable(record, self._owner(name)))
+            record = self._with_maps(record._replace(note=note, piece=stack), maps)
+            self._account(record, _ignorable(record, self._owner(name)))
 
     def _agreed(self, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
         return {} if self._form == "dense" else shared(leaves)
@@ -276,7 +279,7 @@ def _plain_linear(module: nn.Module | None) -> bool:
 
 def _ignorable(dense: Record, owner: nn.Module | None) -> bool:
     """Whether `ignore`, which names modules, keeps engines from what a class may reach; a stack is no module's."""
-    matrix = len(dense.shape) == 2 and dense.file.endswith(".weight")
+    matrix = len(dense.shape) == 2 and dense.file.endswith(".weight") and not dense.piece
     return matrix or len(dense.shape) < 2 or isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
