@@ -40,13 +40,13 @@ UP = "model.layers.0.mlp.up_proj"
 
 
 def asked(directory: Path) -> dict[str, Any]:
-    """What a config asks of activations: six fields of each."""
+    """What a config asks of weights, activations and the cache: six fields of each, and blocks."""
     table = json.loads((directory / "config.json").read_text())["quantization_config"]
     groups = [
-        (set(g["targets"]), *map(g.get, ("input_activations", "output_activations")))
+        (set(g["targets"]), *map(g.get, ("weights", "input_activations", "output_activations")))
         for g in table["config_groups"].values()
     ]
-    fields: Callable[[Any], Any] = lambda args: args and {name: args[name] for name in SIX}  # noqa: E731  # short
+    fields: Callable[[Any], Any] = lambda args: args and {name: args.get(name) for name in (*SIX, "block_structure")}  # noqa: E731
     return {
         "groups": [(targets, *map(fields, args)) for targets, *args in groups],
         "cache": fields(table["kv_cache_scheme"]),
@@ -72,7 +72,10 @@ def changed(
     return path
 
 
-@pytest.mark.parametrize("name", ["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "kv_only_fp8_tensor"])
+MAPS = {"W8A8": 14, "FP8": 14, "FP8_DYNAMIC": 14, "FP8_BLOCK": 14, "kv_only_fp8_tensor": 4}
+
+
+@pytest.mark.parametrize("name", sorted(p.parent.name for p in GOLDEN.glob("*/config.json") if p.parent.name != "base"))
 def test_golden_checkpoints_come_back_as_they_were(name: str, tmp_path: Path) -> None:
     first = load(GOLDEN / name)
     save(first, tmp_path / "again")
@@ -80,7 +83,7 @@ def test_golden_checkpoints_come_back_as_they_were(name: str, tmp_path: Path) ->
     assert asked(tmp_path / "again") == asked(GOLDEN / name)
     second = load(tmp_path / "again")
     assert second.state.maps.keys() == first.state.maps.keys()
-    assert len(first.state.maps) == (4 if name.startswith("kv") else 14)
+    assert len(first.state.maps) == MAPS.get(name, 0)
     save(second, tmp_path / "twice")
     assert same_tensors(tmp_path / "again", tmp_path / "twice")
     configs = [(tmp_path / d / "config.json").read_text() for d in ("again", "twice")]

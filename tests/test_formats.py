@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import ptq
 from checkpoints import same_bits
 from conftest import stock
 from laws.shared import identical
+from ptq.io.check import check
 from ptq.io.layouts import LAYOUTS, arguments, decoded, default_format, encoded, expected, fits, inferred
 from ptq.numerics.fits import fit, nearest
 from ptq.numerics.grids import Float8
@@ -108,6 +110,15 @@ def test_experts_are_saved_as_they_were_loaded(name: str, tmp_path: Path) -> Non
     assert all(same_bits(t, second[n]) for n, t in first.items())
     assert (tmp_path / "one/config.json").read_text() == (tmp_path / "two/config.json").read_text()
     assert sum("experts.2" in n and n.endswith("weight_scale") for n in first) == 3
+
+
+def test_one_scheme_stays_one_where_a_weight_is_as_narrow_as_a_group(tmp_path: Path) -> None:
+    """Engines refuse experts of more than one scheme, and down projections here are 32 wide."""
+    made = ptq.compress(experts(tmp_path), None, ptq.targets("re:.*experts.*", ptq.rtn(scheme("W4A16", 32))))
+    for path in (ptq.save(made, tmp_path / "one").path, ptq.save(ptq.load(tmp_path / "one"), tmp_path / "two").path):
+        (group,) = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"].values()
+        assert (group["weights"]["strategy"], group["weights"]["group_size"]) == ("group", 32)
+        assert not [found for found in check(path) if found.rule == "fused-scheme"]
 
 
 def test_experts_whose_halves_have_their_own_divisors_are_read() -> None:

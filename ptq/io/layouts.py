@@ -74,9 +74,11 @@ def arguments(leaf: Quantized, form: str) -> Args | None:
     args = Args(form, leaf.grid.bits, leaf.grid.kind, leaf.zero is None, "tensor")
     if layout.scales is not None:
         return _with_scales(leaf, layout, args)
+    (out, inputs), (a, b), (high, wide) = leaf.shape[-2:], leaf.scale.shape[-2:], leaf.tile or (0, 0)
+    if high == 1 and (inputs % wide == 0 or inputs < wide):
+        return args._replace(strategy="group", group_size=wide)
     if leaf.tile is not None:
         return args._replace(strategy="block", block=leaf.tile) if layout.blocks else None
-    (out, inputs), (a, b) = leaf.shape[-2:], leaf.scale.shape[-2:]
     if (a, b) == (1, 1) and not (layout.packing or out == 1):
         return args
     if (a, b) in ((out, 1), (1, 1)):
@@ -184,7 +186,8 @@ def decoded(
     if layout.scales is not None:
         divisor = tensors.get("weight_global_scale")
         scale = Scales(scale, None if divisor is None else divisor.float().reshape(*shape[:-2], 1, 1), layout.scales)
-    return Quantized(codes, scale, _zeros(tensors, args, shape, straddle), grid, dtype, args.block)
+    tile = args.block or (None if args.group_size is None else (1, args.group_size))
+    return Quantized(codes, scale, _zeros(tensors, args, shape, straddle), grid, dtype, tile)
 
 
 def _zeros(tensors: Mapping[str, Tensor], args: Args, shape: torch.Size, straddle: bool) -> Tensor | None:
