@@ -13,7 +13,8 @@ from torch import Tensor
 from ptq.errors import BadInput
 from ptq.io.activations import PARTS
 from ptq.io.bitmask import Masked
-from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of, inferred
+from ptq.io.inference import inferred
+from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of
 from ptq.io.quantization_config import Args, Config, parse
 from ptq.io.safetensors import OnDisk, positive, sizes
 from ptq.numerics.indexed import Indexed, simplest

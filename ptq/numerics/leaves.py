@@ -61,8 +61,8 @@ class Quantized:
         scale: `[*e, a, b]`, finite and above 0, a tensor or `Scales`; each value serves a tile of codes: `[1, 1]`
             the whole, `[out, 1]` a channel, `[out, in / g]` groups.
         zero: the scale's shape in `grid.dtype`, or None for a symmetric grid.
-        tile: rows and columns of a tile. Schemes of groups and blocks state it, since shapes do not tell it: a block may
-            be cut off, and a narrow weight may have one group. None is `ceil(out / a) x ceil(in / b)`.
+        tile: rows and columns of a tile. Schemes of groups and blocks state it, since shapes do not tell it: a block
+            may be cut off, and a narrow weight may have one group. None is `ceil(out / a) x ceil(in / b)`.
     """
 
     codes: Tensor
