@@ -157,6 +157,19 @@ def test_zero_points_outputs_and_attention_are_kept(tmp_path: Path) -> None:
     assert asked(tmp_path / "again") == asked(source)
 
 
+@pytest.mark.parametrize("letter", ["k", "v"])
+def test_one_scale_of_a_cache_without_the_other_is_refused(letter: str, tmp_path: Path) -> None:
+    """Engines would take 1 for it; attention that has neither, such as over an image, has no cache."""
+    source = changed(
+        GOLDEN / "kv_only_fp8_tensor", tmp_path / "half", {}, lambda _: None, f"0.self_attn.{letter}_scale"
+    )
+    with pytest.raises(BadInput, match=rf"half: no tensor {ATTENTION}\.{letter}_scale; its config asks for it"):
+        load(source)
+    neither = changed(source, tmp_path / "neither", {}, lambda _: None, ".layers.0.self_attn.v_scale")
+    neither = changed(neither, tmp_path / "none", {}, lambda _: None, ".layers.0.self_attn.k_scale")
+    assert set(load(neither).state.maps) == {"model.layers.1.self_attn@k", "model.layers.1.self_attn@v"}
+
+
 @pytest.mark.parametrize("spelling", ["k_proj.output_scale", "k_proj.k_scale", "kv_scale"])
 def test_old_places_of_the_cache_s_scales(spelling: str, tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.self_attn.{spelling}": torch.tensor([2.0 + i]) for i in range(2)}
@@ -232,17 +245,18 @@ def mapped(tiny_llama: Path) -> Model:
     only = lambda name, shape: quantized(*shape, grid=Int(8), tiles="channel") if name == f"{UP}.weight" else None  # noqa: E731  # short
     model = compressed(load(tiny_llama), only)
     static = StaticQuant(torch.tensor([0.5]), None, Int(8))
-    places = {f"{UP}.weight": static, "model.layers.1.mlp.up_proj.weight": TOKEN, f"{ATTENTION}@k": static}
+    cache = {f"{ATTENTION}@k": static, f"{ATTENTION}@v": static}
+    places = {f"{UP}.weight": static, "model.layers.1.mlp.up_proj.weight": TOKEN, **cache}
     return Model(model.module, State(model.params, {k: (m,) for k, m in places.items()}), model.aliases, model.config)
 
 
 def test_a_weight_that_changes_loses_its_maps(mapped: Model, tmp_path: Path) -> None:
     recipe = rtn(scheme("W4A16", group_size=32))
     run = compress(mapped, None, targets("re:.*layers.1.*", recipe))
-    assert set(run.model.state.maps) == {f"{UP}.weight", f"{ATTENTION}@k"}
+    assert set(run.model.state.maps) == {f"{UP}.weight", f"{ATTENTION}@k", f"{ATTENTION}@v"}
     save(compress(mapped, None, targets("re:.*layers.1.*", recipe)), tmp_path / "out")
     back = load(tmp_path / "out")
-    assert set(back.state.maps) == {f"{UP}.weight", f"{ATTENTION}@k"}
+    assert set(back.state.maps) == {f"{UP}.weight", f"{ATTENTION}@k", f"{ATTENTION}@v"}
     assert torch.equal(dense(back.params[f"{UP}.weight"]), dense(mapped.params[f"{UP}.weight"]))
 
 
