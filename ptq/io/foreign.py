@@ -6,6 +6,8 @@
     modelopt  weight uint8, weight_scale float8, weight_scale_2    weight_packed, weight_scale and, upside down,
                                                                    weight_global_scale: nvfp4-pack-quantized
               weight float8, weight_scale                          float-quantized
+              <stack> [e, out, in / 2] or [e, in / 2, out],        as those of a weight
+              <stack>_weight_scale, <stack>_weight_scale_2
 
 A stack of experts is a parameter of its own name, `<experts>.gate_up_proj`; here it is that module's weight until its
 leaf is made. Nothing is read, and no value is changed, but for NVFP4's global scales, which this side divides by.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,15 +48,20 @@ class Source(NamedTuple):
     entries: Mapping[str, OnDisk]
     quantization: Any
     """its `quantization_config`, None where it is dense"""
-    stacks: Mapping[str, bool] = {}
-    """parameters that are no module's `weight` -> whether the model has them as (in, out)"""
+    stacks: Mapping[str, bool | None] = {}
+    """parameters that are no module's `weight` -> whether the model has them as (in, out); None: it tells"""
 
-    def restored(self, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-        """The leaves with stacks under their own names, in their own orientation."""
+    def restored(self, leaves: Mapping[str, Leaf], turned: Callable[[str], bool]) -> dict[str, Leaf]:
+        """The leaves with stacks under their own names, in their own orientation.
+
+        Args:
+            leaves: by their names in the file.
+            turned: whether the model has a stack as (in, out).
+        """
         found = dict(leaves)
-        for name, turned in self.stacks.items():
+        for name, told in self.stacks.items():
             leaf = found.pop(f"{name}.weight")
-            found[name] = Turned(leaf) if turned else leaf
+            found[name] = Turned(leaf) if (turned(name) if told is None else told) else leaf
         return found
 
 
@@ -63,8 +70,7 @@ class Turned(Lazy):
 
     def __init__(self, leaf: Lazy) -> None:
         self.leaf, self.dtype = leaf, leaf.dtype
-        *e, rows, columns = leaf.shape
-        self.shape = torch.Size((*e, columns, rows))
+        self.shape = _swapped(leaf.shape)
 
     def load(self) -> Transposed:
         return Transposed(load(self.leaf))
@@ -82,10 +88,29 @@ def _(leaf: Turned) -> int:
 
 @dataclass(frozen=True)
 class Reciprocal(OnDisk):
-    """One over a tensor of a file."""
+    """One over a tensor of a file, or over its only number for each expert of a stack."""
+
+    stored: torch.Size
 
     def load(self) -> Tensor:
-        return positive(self, super().load().float()).reciprocal()
+        return positive(self, _stored(self, self.stored).load().float()).reciprocal().expand(self.shape).contiguous()
+
+
+@dataclass(frozen=True)
+class Swapped(OnDisk):
+    """A tensor of a file with its last two dimensions the other way round."""
+
+    def load(self) -> Tensor:
+        return _stored(self, _swapped(self.shape)).load().mT.contiguous()
+
+
+def _stored(entry: OnDisk, shape: torch.Size) -> OnDisk:
+    return OnDisk(entry.file, entry.name, entry.dtype, shape, entry.offset)
+
+
+def _swapped(shape: torch.Size) -> torch.Size:
+    *e, rows, columns = shape
+    return torch.Size((*e, columns, rows))
 
 
 def quantization_of(given: Sequence[Any], where: Path) -> Any:
@@ -143,7 +168,8 @@ class _Weight(NamedTuple):
     form: str
     args: Mapping[str, Any]
     inputs: Mapping[str, Any] | None = None
-    turned: bool = False
+    turned: bool | None = False
+    """whether it is (out, in) here and (in, out) in the model; None: the model tells"""
 
     @property
     def module(self) -> str:
@@ -198,7 +224,7 @@ def _fp8_args(weight: OnDisk, scale: OnDisk, block: Any = None, sides: Sequence[
 
 
 def _mxfp4(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Path) -> Iterator[_Weight]:
-    """The stacks of gpt-oss: written by rows of outputs, while the model multiplies by `[e, in, out]`."""
+    """The stacks of gpt-oss: written by rows of outputs, even where the model multiplies by `[e, in, out]`."""
     for name, blocks in entries.items():
         stack = name.removesuffix("_blocks")
         if stack == name:
@@ -210,9 +236,8 @@ def _mxfp4(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Path)
         if scales is None:
             raise BadInput(f"{blocks.file}: no tensor {stack}_scales; download or copy it again")
         packed = replace(blocks, shape=torch.Size((*blocks.shape[:2], blocks.shape[2] * 16)))
-        yield _Weight(
-            stack, {"weight_packed": packed, "weight_scale": scales}, "mxfp4-pack-quantized", _MXFP4, None, True
-        )
+        parts = {"weight_packed": packed, "weight_scale": scales}
+        yield _Weight(stack, parts, "mxfp4-pack-quantized", _MXFP4, turned=None)
 
 
 def _modelopt(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Path) -> Iterator[_Weight]:
@@ -221,20 +246,23 @@ def _modelopt(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Pa
     if algorithm is not None and str(algorithm).upper() not in _ALGORITHMS:  # None where only the cache is quantized
         raise BadInput(f"{where}: quant_algo {algorithm!r} is not read; expected {', '.join(_ALGORITHMS)}")
     for name, weight in entries.items():
-        if not name.endswith(".weight") or weight.dtype not in (torch.uint8, torch.float8_e4m3fn):
+        stack = len(weight.shape) == 3 and not name.endswith((".weight", "_weight_scale"))
+        if not (stack or name.endswith(".weight")) or weight.dtype not in (torch.uint8, torch.float8_e4m3fn):
             continue
-        packed, module = weight.dtype == torch.uint8, name.removesuffix(".weight")
-        for need in (f"{name}_scale", f"{name}_scale_2") if packed else (f"{name}_scale",):
-            if need not in entries:
-                raise BadInput(
-                    f"{weight.file}: no tensor {need}, which {weight.dtype} needs; download or copy it again"
-                )
-        scale, own = entries[f"{name}_scale"], entries.get(f"{module}.input_scale")
+        packed, beside = weight.dtype == torch.uint8, f"{name}_" if stack else name.removesuffix("weight")
+        for part in ("weight_scale", "weight_scale_2") if packed else ("weight_scale",):
+            if f"{beside}{part}" not in entries:
+                what = f"no tensor {beside}{part}, which {weight.dtype} needs"
+                raise BadInput(f"{weight.file}: {what}; download or copy it again")
+        scale, own = entries[f"{beside}weight_scale"], entries.get(f"{beside}input_scale")
         if packed:
-            divisor = {"weight_global_scale": _reciprocal(entries[f"{name}_scale_2"])}
+            turned = stack and scale.shape[-1:] == weight.shape[-1:]  # pairs and groups run down the columns
+            codes, scale = (_turned(weight), _turned(scale)) if turned else (weight, scale)
+            divisor = _reciprocal(entries[f"{beside}weight_scale_2"], weight.shape[:-2])
             own = {"input_global_scale": _reciprocal(own)} if own else {}
-            parts = {"weight_packed": weight, "weight_scale": scale, **divisor, **own}
-            yield _Weight(name, parts, "nvfp4-pack-quantized", _NVFP4, _LOCAL if own else None)
+            parts = {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": divisor, **own}
+            inputs, layout = _LOCAL if own else None, (turned or None) if stack else False
+            yield _Weight(name, parts, "nvfp4-pack-quantized", _NVFP4, inputs, layout)
         else:
             parts = {"weight": weight, "weight_scale": scale, **({"input_scale": own} if own else {})}
             yield _Weight(name, parts, "float-quantized", _fp8_args(weight, scale), _FP8 if own else None)
@@ -244,8 +272,13 @@ def _first(entries: Mapping[str, OnDisk], *names: str) -> OnDisk | None:
     return next((entries[name] for name in names if name in entries), None)
 
 
-def _reciprocal(entry: OnDisk) -> Reciprocal:
-    return Reciprocal(*(getattr(entry, field.name) for field in fields(entry)))
+def _turned(entry: OnDisk) -> Swapped:
+    return Swapped(entry.file, entry.name, entry.dtype, _swapped(entry.shape), entry.offset)
+
+
+def _reciprocal(entry: OnDisk, e: Sequence[int] = ()) -> Reciprocal:
+    shape = torch.Size(e) if e and entry.shape.numel() == 1 else entry.shape
+    return Reciprocal(entry.file, entry.name, entry.dtype, shape, entry.offset, entry.shape)
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, OnDisk], Mapping[str, Any], Path], Iterator[_Weight]]] = {

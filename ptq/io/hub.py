@@ -24,7 +24,7 @@ from ptq.io.quantization_config import KEYS, Config, parse
 from ptq.io.safetensors import headers
 from ptq.io.survey import head_of
 from ptq.models.model import Model
-from ptq.models.naming import Reading, assigned, names_in_files, read
+from ptq.models.naming import Reading, assigned, names_in_files, read, splitting
 from ptq.models.skeleton import aliases, checkpoint_dtype, from_config, remember_conversions, set_buffers
 from ptq.numerics.leaves import Leaf, dense
 
@@ -93,7 +93,8 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     dtype = checkpoint_dtype(source.entries.values())
     skeleton: Any = skeleton_of(where, trust_remote_code, dtype)
     reading = read(skeleton, joined(skeleton, source, dtype, where))
-    remember_conversions(skeleton, reading.conversions)
+    # Loaders know compressed experts one by one, wherever a file stacked them.
+    remember_conversions(skeleton, [*reading.conversions, *splitting(skeleton, source.stacks)])
     params, tied = _parameters(skeleton, reading, where)
     if not params:
         raise BadInput(f"{where / 'config.json'}: architectures: {type(skeleton).__name__} has no parameters")
@@ -123,7 +124,19 @@ def joined(skeleton: nn.Module, source: Source, dtype: torch.dtype, where: Path)
     if source.quantization is None:
         return parts
     classes = _classes(skeleton, parts)
-    return source.restored(collected(parts, source.quantization, classes, dtype, where))
+    leaves = collected(parts, source.quantization, classes, dtype, where)
+    return source.restored(leaves, _transposed(skeleton, source.stacks))
+
+
+def _transposed(skeleton: nn.Module, stacks: Iterable[str]) -> Callable[[str], bool]:
+    """Whether the model multiplies by a stack of experts as it is, `[e, in, out]`: transformers marks their modules."""
+    names = assigned(skeleton, stacks)
+
+    def turned(stack: str) -> bool:
+        owner = skeleton.get_submodule(names[stack].rpartition(".")[0]) if stack in names else None
+        return bool(getattr(owner, "is_transposed", False))
+
+    return turned
 
 
 def _tell_orders(skeleton: nn.Module, reading: Reading, source: Source, config: Config, where: Path) -> None:

@@ -265,6 +265,8 @@ def _quantized(leaf: Leaf) -> Quantized | Indexed | None:
 
 
 def _unloadable(leaf: Quantized, form: str, loadable: bool) -> str:
+    if not loadable and len(leaf.shape) > 2:
+        return "the model's class keeps these experts in one tensor, and loaders read compressed ones one by one only"
     if not loadable:
         return "loaders read compressed weights of plain linears only"
     args = arguments(leaf, form)
