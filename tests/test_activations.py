@@ -279,7 +279,7 @@ def test_one_scheme_for_the_cache(tmp_path: Path) -> None:
 
 def test_records_survive_their_journal() -> None:
     args = Args("float-quantized", 8, "float", True, "block", block=(4, 8))
-    entry = {"m.input_scale": Entry(0, "F32", [1], 0, 4)}
+    entry = {"input_scale": Entry(0, "F32", [1], 0, 4)}
     made = Record("m.weight", "m.weight", entry, "F32", [8, 8], args, activations={"input": arguments(TOKEN)})
     back = record(json.loads(json.dumps(made)))
     assert back == made
