@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from ptq.errors import BadInput
 from ptq.io.quantization_config import Args
 from ptq.numerics.grids import Float8, Grid, Int, Minifloat, PowersOfTwo, ScaleGrid
-from ptq.numerics.leaves import Quantized, Scales, dense
+from ptq.numerics.leaves import Quantized, Scales
 from ptq.numerics.packing import pack, pack_bytes, pack_down, unpack, unpack_bytes, unpack_down
 from ptq.numerics.tiles import Tile
 
@@ -128,14 +128,6 @@ def encoded(leaf: Quantized, form: str, name: str) -> tuple[Args, dict[str, Tens
     return args, tensors
 
 
-def frozen(leaf: Quantized, name: str) -> tuple[Args, dict[str, Tensor]]:
-    """A weight as the float values that its codes stand for, its scales and zero points beside it."""
-    args, tensors = encoded(leaf, default_format(leaf), name)
-    kept = {part: t for part, t in tensors.items() if part in ("weight_scale", "weight_global_scale")}
-    zero = {} if leaf.zero is None else {"weight_zero_point": leaf.zero}
-    return args._replace(format="dense"), {"weight": dense(leaf), **kept, **zero}
-
-
 def described(leaf: Quantized) -> str:
     """Grid and scales, for errors."""
     return f"{leaf.grid} with scales {tuple(leaf.scale.shape)} for {tuple(leaf.shape)}"
@@ -183,17 +175,27 @@ def decoded(
         straddle: whether packed codes may cross words, which those of old writers do not.
     """
     layout, grid = LAYOUTS[str(args.format)], grid_of(args)
-    raw, tiles = tensors[layout.weight], tiles_of(args, shape)
+    raw = tensors[layout.weight]
     if layout.packing == "words":
         codes = unpack(raw, args.bits, shape[-1], straddle)
     else:
         codes = unpack_bytes(raw, args.bits, shape[-1]) if layout.packing else raw
-    scale: Any = tensors["weight_scale"].reshape(tiles)
-    if layout.scales is not None:
-        divisor = tensors.get("weight_global_scale")
-        scale = Scales(scale, None if divisor is None else divisor.float().reshape(*shape[:-2], 1, 1), layout.scales)
-    tile = args.block or (None if args.group_size is None else (1, args.group_size))
-    return Quantized(codes, scale, _zeros(tensors, args, shape, straddle), grid, dtype, tile)
+    scale, zero = scales_of(tensors, args, shape), _zeros(tensors, args, shape, straddle)
+    return Quantized(codes, scale, zero, grid, dtype, tile_of(args))
+
+
+def scales_of(tensors: Mapping[str, Tensor], args: Args, shape: torch.Size) -> Tensor | Scales:
+    """The scales of a weight, from its tensors by local name."""
+    grid, scale = LAYOUTS[str(args.format)].scales, tensors["weight_scale"].reshape(tiles_of(args, shape))
+    if grid is None:
+        return scale
+    divisor = tensors.get("weight_global_scale")
+    return Scales(scale, None if divisor is None else divisor.float().reshape(*shape[:-2], 1, 1), grid)
+
+
+def tile_of(args: Args) -> Tile | None:
+    """Rows and columns of a tile, where the scheme says them."""
+    return args.block or (None if args.group_size is None else (1, args.group_size))
 
 
 def _zeros(tensors: Mapping[str, Tensor], args: Args, shape: torch.Size, straddle: bool) -> Tensor | None:
