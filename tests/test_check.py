@@ -206,6 +206,9 @@ CASES: dict[str, Case] = {
         TRANSFORMERS,
         config=quantization(lambda q: q.pop("quantization_status")),
     ),
+    "another method": Case(
+        "group", "method", "quantization_config.quant_method", EVERY, config=top(quant_method="fp8"), severity="note"
+    ),
     "no format": Case("group", "format", "format", VLLM, config=top(format=None)),
     "unknown format": Case("group", "format", "format", BOTH, config=top(format="marlin-24")),
     "no format of the group": Case(

@@ -235,6 +235,28 @@ def test_stacks_of_experts_in_float8(block: int | None, tmp_path: Path) -> None:
     agrees(load(tmp_path / "out"), reference)
 
 
+@pytest.mark.parametrize("block", [128, 32])
+@pytest.mark.parametrize("said", [{"quant_method": "fp8"}, {"quant_method": "fp8", "activation_scheme": "dynamic"}])
+def test_blocks_that_no_config_tells_are_told_by_shapes(said: dict[str, Any], block: int, tmp_path: Path) -> None:
+    """Of 136 rows two scales could be halves of 68: sides are powers of two, 128 among them, transformers' own."""
+    encode = linears(lambda name, w: in_fp8_blocks(name, w, block))
+    source, reference = rewritten(deepseek_config(), tmp_path, encode, said)
+    model = load(source)
+    agrees(model, reference)
+    assert {found.group_size for (found,) in model.state.maps.values()} == ({block} if len(said) > 1 else set())
+    stored = [leaf for leaf in model.params.values() if isinstance(leaf, Stored)]
+    assert {leaf.args.block for leaf in stored} == {(block, block)}
+
+
+@pytest.mark.parametrize(("said", "block"), [({}, 96), ({}, 68), ({"weight_block_size": None}, 128)])
+def test_blocks_that_shapes_leave_open_are_refused(said: dict[str, Any], block: int, tmp_path: Path) -> None:
+    """264 rows are three blocks of 96, 136 columns two: no power of two gives both."""
+    encode = linears(lambda name, w: in_fp8_blocks(name, w, block))
+    source, _ = rewritten(deepseek_config(), tmp_path, encode, {"quant_method": "fp8", **said})
+    with pytest.raises(BadInput, match=r"_scale_inv: got \(\d, \d\) for .*; set weight_block_size in config"):
+        load(source)
+
+
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 

@@ -21,7 +21,7 @@ from ptq.io.files import read_json
 from ptq.io.hub import skeleton_of
 from ptq.io.quantization_config import KEYS
 from ptq.io.safetensors import headers
-from ptq.io.survey import BOTH, ERROR, EVERY, Finding, Survey, surveyed, unwrapped
+from ptq.io.survey import BOTH, ERROR, EVERY, NOTE, Finding, Survey, surveyed, unwrapped
 
 
 def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: bool = True) -> list[Finding]:
@@ -38,6 +38,10 @@ def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: b
     """
     raw = read_json(path / "config.json")
     table = unwrapped(next(filter(None, map(raw.get, KEYS)), None) or {})
+    method = table.get("quant_method", "compressed-tensors")
+    if method != "compressed-tensors":
+        want = "compressed-tensors, whose checkpoints these rules are for; ptq convert makes one of it"
+        return [Finding("quantization_config.quant_method", "method", repr(method), want, EVERY, NOTE)]
     found = list(config_findings(table)) if table else []
     skeleton = skeleton or skeleton_of(path)
     try:

@@ -17,8 +17,9 @@ from ptq.io.compressed_tensors import Stored, zeroed
 from ptq.io.divisors import shared
 from ptq.io.files import read_json
 from ptq.io.foreign import quantization_of, translated
+from ptq.io.frozen import frozen
 from ptq.io.hub import joined
-from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded, frozen
+from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded
 from ptq.io.quantization_config import KEYS, Args, Quantizers
 from ptq.io.records import AS_IT_IS, Record, parts
 from ptq.io.safetensors import NAMES, headers
@@ -216,7 +217,7 @@ class Writer:
 
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
         """Writes the tensors of a leaf."""
-        form = leaf.args.format if isinstance(leaf, Stored) and self._form == "auto" else self._form
+        form = leaf.form if isinstance(leaf, Stored) and self._form == "auto" else self._form
         leaf = load(leaf) if compressed(leaf) else leaf
         if form in bitmask.FORMATS:
             made = self._write_sparse(file, leaf, form, name, loadable)
@@ -235,12 +236,12 @@ class Writer:
         inner = None if form == "dense" else _quantized(leaf)
         if inner is None or isinstance(inner, Indexed):
             return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else "")
-        form = form if form is not None and form in LAYOUTS else default_format(inner)
-        reason = _unloadable(inner, form, loadable)
+        codes = form if form is not None and form in LAYOUTS else default_format(inner)
+        reason = _unloadable(inner, codes, loadable)
         if reason and (not loadable or self._form == "auto"):
             why = f"stored dense with its quantized values: {reason}"
             return self._store(file, _finite(dense(leaf), name), name, why)
-        encode = frozen if self._form == "frozen" else bound(encoded, form=form)
+        encode = frozen if form == "frozen" else bound(encoded, form=codes)
         return self._write_parts(file, inner, name, *encode(validate(inner, name), name=name))
 
     def _write_parts(
