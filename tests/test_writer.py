@@ -123,6 +123,25 @@ def test_matrices_that_the_class_does_not_use_are_ignored(tiny_llama: Path, tmp_
     assert len(targets(tmp_path / "other")) == 14
 
 
+def test_what_a_file_has_in_one_tensor_is_dense_there_and_ignored_by_all_its_names(tmp_path: Path) -> None:
+    from transformers import HrmTextConfig
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    stock(HrmTextConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)).save_pretrained(tmp_path / "source")
+    model = open_model(tmp_path / "source")
+    save(model, tmp_path / "again")
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("source", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], t) for name, t in before.items())
+    made = compressed(model, lambda n, shape: quantized(*shape, tiles="channel") if ".layers." in n else None)
+    saved = save(made, tmp_path / "out")
+    assert all("plain linears only" in note for note in saved.notes.values())
+    attention = next(n for n in made.params if n.endswith("self_attn.q_proj.weight")).removesuffix("q_proj.weight")
+    assert {f"{attention}{x}_proj" for x in ("q", "k", "v", "gate")} < set(config(tmp_path / "out")["ignore"])
+    back = load(tmp_path / "out")
+    assert all(torch.equal(dense(back.params[n]), dense(leaf)) for n, leaf in made.params.items())
+
+
 # Experts that are several tensors
 
 

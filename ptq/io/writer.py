@@ -177,11 +177,13 @@ class Writer:
         """
         modules = self.model.module.named_modules()
         embeddings = {f"{path}.weight" for path, module in modules if isinstance(module, nn.Embedding)}
-        left = [(r.file, r.name) for r in self.records if len(r.shape) == 2 and not any(r.quantizers)]
+        left = {r.file for r in self.records if len(r.shape) == 2 and not any(r.quantizers)}
         tied = self.model.aliases if self.tied else ()
-        left += [(file, alias) for alias in tied for file in self._files[alias]]
-        names = [name for each in left if each[1] not in embeddings for name in each if name.endswith(".weight")]
-        return list(dict.fromkeys(name.removesuffix(".weight") for name in names))
+        known = [(file, name) for name, files in self._files.items() for file in files]
+        found = [pair for pair in known if (pair[0] in left or pair[1] in tied) and pair[1] not in embeddings]
+        found += [(file, file) for file in sorted(left - {file for file, _ in known})]
+        weights = dict.fromkeys(name for pair in found for name in pair if name.endswith(".weight"))
+        return [name.removesuffix(".weight") for name in weights]
 
     def _write_group(self, group: dict[str, Leaf], agreed: Mapping[str, Leaf]) -> None:
         made = written(self.model.module, group)
@@ -190,7 +192,9 @@ class Writer:
         lost = any(map(compressed, group.values())) and not any(map(compressed, made.values()))
         made |= self._agreed(made) if stack else {file: agreed[file] for file in made if file in agreed}
         for file, leaf in made.items():
-            record = self._write_leaf(file, leaf, name, self._loadable(file, leaf, name, stack))
+            matrix = file.endswith(".weight") and len(leaf.shape) == 2
+            linear = stack or (len(group) == 1 and _plain_linear(self._owner(name)))
+            record = self._write_leaf(file, leaf, name, matrix and linear)
             # What was rounded by other values than these, or is no longer compressed, has no use for the old scales.
             kept = group[name] is self.model.params.get(name) and (record.args or not compressed(leaf))
             maps = weight_maps(self._maps, name, order.index(file), len(order)) if kept else {}
@@ -200,10 +204,6 @@ class Writer:
 
     def _agreed(self, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
         return {} if self._form == "dense" else shared(leaves)
-
-    def _loadable(self, file: str, leaf: Leaf, name: str, piece: bool) -> bool:
-        matrix = file.endswith(".weight") and len(leaf.shape) == 2
-        return matrix and (piece or _plain_linear(self._owner(name)))
 
     def _account(self, record: Record, ignorable: bool = True) -> None:
         """Notes what was written, and whether `ignore` could name it."""
