@@ -158,7 +158,10 @@ class Writer:
             record = Record(_attention_name(module, self._files), module, {}, "", [])
             self.records.append(self._with_maps(record, maps))
         for file, leaf in _unused(self.model).items():
-            stored = self._write_leaf(file, leaf, file, loadable=True)
+            if compressed(leaf):
+                stored = self._write_leaf(file, leaf, file, loadable=True)
+            else:  # kept whatever it holds
+                stored = self._store(file, dense(leaf), file)
             self.records.append(stored._replace(by_class=bool(stored.args) or _ignorable(stored)))
         return self._shards.close()
 
