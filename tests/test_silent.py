@@ -100,3 +100,25 @@ def test_a_weight_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
     words = {f"{Q_PROJ}.weight": torch.zeros(128, 128, dtype=torch.uint16)}
     with pytest.raises(BadInput, match=rf"{Q_PROJ}\.weight: got torch\.uint16 without a scale"):
         load(silent(GOLDEN / "base", tmp_path / "source", words))
+
+
+@pytest.mark.parametrize("status", ["compressed", "frozen"])
+def test_zero_points_that_a_config_denies_are_not_passed_over(status: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "W4A16_ASYM", tmp_path / "denied")
+    config = json.loads((tmp_path / "denied/config.json").read_text())
+    config["quantization_config"]["quantization_status"] = status
+    del config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"]  # true where it is not said
+    (tmp_path / "denied/config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"q_proj\.weight_zero_point: got zero points, and its config says"):
+        dense(load(tmp_path / "denied").params[f"{Q_PROJ}.weight"])
+
+
+def test_zero_points_of_zero_beside_symmetric_weights_are_those_of_old_writers(tmp_path: Path) -> None:
+    weights = load_file(GOLDEN / "W8A8" / WEIGHTS)
+    scales = {n: t for n, t in weights.items() if n.endswith("weight_scale")}
+    zeros = {n.replace("scale", "zero_point"): torch.zeros_like(t, dtype=torch.int8) for n, t in scales.items()}
+    shutil.copytree(GOLDEN / "W8A8", tmp_path / "old")
+    save_file({**weights, **zeros}, tmp_path / "old" / WEIGHTS, metadata={"format": "pt"})
+    again = load_file(save(load(tmp_path / "old"), tmp_path / "again").path / WEIGHTS)
+    assert again.keys() == weights.keys()
+    assert all(same_bits(t, again[n]) for n, t in weights.items())

@@ -70,9 +70,19 @@ class Stored(Lazy):
         if self.frozen:
             raw = self.parts["weight"]
             return thawed(tensors, self.args, f"{raw.file}: {raw.name}")
-        leaf = decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
+        leaf = self._decoded(tensors)
         leaf = validate(leaf, f"{scale.file}: {scale.name}")  # the quotient of two good numbers may be none
         return self._ordered(leaf, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else leaf
+
+    def _decoded(self, tensors: Mapping[str, Tensor]) -> Quantized:
+        zero = self.parts.get("weight_zero_point")
+        if zero is None or not self.args.symmetric:
+            return decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
+        leaf = decoded(tensors, self.args._replace(symmetric=False), self.shape, self.dtype, self.straddle)
+        if leaf.zero is not None and bool((leaf.zero != 0).any()):  # old writers left zeros beside symmetric weights
+            what = "got zero points, and its config says that there are none (symmetric: true)"
+            raise BadInput(f"{zero.file}: {zero.name}: {what}; correct one of them")
+        return replace(leaf, zero=None)
 
     def _refuse_wrong(self, part: str, values: Tensor) -> None:
         grid = LAYOUTS[str(self.args.format)].scales if part == "weight_scale" else None
@@ -217,7 +227,8 @@ def _checked(leaf: Stored, name: str, where: Path) -> Stored:
         raw = leaf.parts.get("weight_packed") or leaf.parts["weight"]
         raise BadInput(f"{raw.file}: {raw.name}: got {raw.dtype} {tuple(raw.shape)}, expected a matrix")
     try:
-        wanted = needed(leaf.args, leaf.shape) if leaf.frozen else expected(leaf.args, leaf.shape, leaf.straddle)
+        args = leaf.args._replace(symmetric=leaf.args.symmetric and "weight_zero_point" not in leaf.parts)
+        wanted = needed(args, leaf.shape) if leaf.frozen else expected(args, leaf.shape, leaf.straddle)
     except BadInput as error:
         raise BadInput(f"{where}: {name}: {error}") from None
     how = f"strategy {leaf.args.strategy} {leaf.args.group_size or leaf.args.block or ''}".rstrip()
