@@ -121,10 +121,7 @@ def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype
 def joined(skeleton: nn.Module, source: Source, dtype: torch.dtype, where: Path) -> Mapping[str, Leaf]:
     """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
     parts = bitmask.joined(source.entries, where)
-    if source.quantization is None:
-        return parts
-    classes = _classes(skeleton, parts)
-    leaves = collected(parts, source.quantization, classes, dtype, where)
+    leaves = collected(parts, source.quantization or {}, _classes(skeleton, parts), dtype, where)
     return source.restored(leaves, _transposed(skeleton, source.stacks))
 
 
