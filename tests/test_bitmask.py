@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import ALL, compressed, golden, quantized, same_bits
+from conftest import stock
 from ptq.base import targets
 from ptq.errors import BadInput
 from ptq.io import bitmask
@@ -31,7 +32,7 @@ from ptq.io.writer import Writer
 from ptq.models.model import Model
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, dense, nbytes
-from ptq.numerics.patterns import NM
+from ptq.numerics.patterns import NM, Unstructured
 from ptq.numerics.schemes import scheme
 from ptq.pipeline.run import compress
 from ptq.transforms.magnitude import magnitude
@@ -380,8 +381,10 @@ def test_zeros_are_stored_unless_asked_and_named_where_loaders_pass_over_them(tm
     config = json.loads((saved.path / "config.json").read_text())
     assert config["quantization_config"]["sparsity_config"] == {}
     assert config[PRUNED] == {"2:4": [n.removesuffix(".weight") for n in model.params if "self_attn" in n]}
-    stale = save(load(saved.path), tmp_path / "again").path  # zeros by chance, as far as the file says
-    assert PRUNED not in json.loads((stale / "config.json").read_text())
+    again = save(load(saved.path), tmp_path / "again").path
+    assert json.loads((again / "config.json").read_text()) == config
+    first, second = (load_file(path / "model.safetensors") for path in (saved.path, again))
+    assert all(same_bits(t, second[name]) for name, t in first.items())
     held = save(load(save(model, tmp_path / "bits", format=SPARSE_24).path), tmp_path / "auto").path
     assert json.loads((held / "config.json").read_text())[PRUNED] == config[PRUNED]
     assert "bitmask" not in "".join(headers(held))
@@ -413,6 +416,80 @@ def test_what_a_format_cannot_hold_is_refused_by_name(kind: str, form: str, tmp_
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     assert f"{Q_PROJ}.weight" not in save(model, tmp_path / "auto").notes
+
+
+def said(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A checkpoint whose config says something else of what is pruned."""
+    config = json.loads((path / "config.json").read_text())
+    config[PRUNED] = change(config[PRUNED])
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("pattern", [NM(2, 4), NM(4, 8), Unstructured(0.5)])
+def test_what_was_pruned_in_one_run_stays_so_in_the_next(
+    pattern: NM | Unstructured, tmp_path: Path, tiny_llama: Path
+) -> None:
+    once = compress(open_model(tiny_llama), None, targets("re:.*self_attn", magnitude(pattern)))
+    first = save(once, tmp_path / "first").path
+    kept = load(first).params[f"{Q_PROJ}.weight"].load()
+    assert isinstance(kept, Sparse)
+    assert kept.pattern == (pattern if isinstance(pattern, NM) else None)
+    assert not bool(((dense(kept) != 0) & ~kept.mask).any())
+    twice = compress(load(first), None, targets("re:.*self_attn", rtn(scheme("W8A16_ASYM", group_size=-1))))
+    second = save(twice, tmp_path / "second").path
+    quantized_ = dense(load(second).params[f"{Q_PROJ}.weight"])
+    assert not bool(quantized_[~kept.mask].any())
+    assert bool(quantized_.any())
+    tables = [json.loads((path / "config.json").read_text())[PRUNED] for path in (first, second)]
+    assert tables[0] == tables[1]
+
+
+def test_what_is_stored_the_other_way_round_is_pruned_along_its_inputs(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    stock(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16)).save_pretrained(
+        tmp_path / "source"
+    )
+    once = compress(open_model(tmp_path / "source"), None, targets("re:.*c_attn", magnitude(NM(2, 4))))
+    first = save(once, tmp_path / "first").path
+    leaf = load(first).params["transformer.h.0.attn.c_attn.weight"].load()
+    assert isinstance(leaf, Transposed)
+    assert bool((leaf.leaf.mask.unflatten(-1, (-1, 4)).sum(-1) == 2).all())
+    second = save(load(first), tmp_path / "second").path
+    tables = [json.loads((path / "config.json").read_text()) for path in (first, second)]
+    assert tables[0] == tables[1]
+    assert list(tables[0][PRUNED]) == ["2:4"]
+
+
+def test_a_mask_is_completed_to_its_pattern_always_alike(tmp_path: Path, tiny_llama: Path) -> None:
+    """Zeros among what is kept are zeros of the file like any others."""
+    scarce = lambda _, shape: Sparse(torch.eye(*shape), TWO_OF_FOUR.mask(torch.eye(*shape)), TWO_OF_FOUR)  # noqa: E731
+    path = save(
+        compressed(open_model(tiny_llama), lambda n, s: scarce(n, s) if Q_PROJ in n else None), tmp_path / "out"
+    ).path
+    leaf = load(path).params[f"{Q_PROJ}.weight"].load()
+    assert torch.equal(leaf.mask, TWO_OF_FOUR.mask(torch.eye(*leaf.shape)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda told: {"1:4": told["2:4"]}, r"q_proj\.weight: got more than 1 of 4 that are not 0"),
+        (lambda told: {"2:4": ["nowhere"]}, r"weight_sparsity: there is no matrix nowhere\.weight"),
+        (lambda told: {"2:7": told["2:4"]}, r"weight_sparsity: .* has \d+ columns, which 7"),
+        (lambda told: {"many": told["2:4"]}, "weight_sparsity is malformed"),
+        (lambda told: ["2:4"], "weight_sparsity is malformed"),
+        (lambda told: {"2:4": 3}, "weight_sparsity is malformed"),
+    ],
+)
+def test_what_is_said_of_zeros_and_is_not_so_is_refused(
+    change: Any, message: str, tmp_path: Path, tiny_llama: Path
+) -> None:
+    path = said(save(pruned_model(tiny_llama, quantize=False), tmp_path / "out").path, change)
+    with pytest.raises(BadInput, match=message) as caught:
+        dense(load(path).params[f"{Q_PROJ}.weight"])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -20,6 +20,7 @@ from ptq.io.compressed_tensors import collected
 from ptq.io.files import read_json
 from ptq.io.foreign import Source, quantization_of, translated
 from ptq.io.orders import differences
+from ptq.io.pruned import PRUNED, pruned
 from ptq.io.quantization_config import KEYS, Config, parse
 from ptq.io.safetensors import headers
 from ptq.io.survey import head_of
@@ -121,8 +122,14 @@ def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype
 def joined(skeleton: nn.Module, source: Source, dtype: torch.dtype, where: Path) -> Mapping[str, Leaf]:
     """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
     parts = bitmask.joined(source.entries, where)
-    leaves = collected(parts, source.quantization or {}, _classes(skeleton, parts), dtype, where)
-    return source.restored(leaves, _transposed(skeleton, source.stacks))
+    classes = _classes(skeleton, parts)
+    leaves = collected(parts, source.quantization or {}, classes, dtype, where)
+    restored = source.restored(leaves, _transposed(skeleton, source.stacks))
+    told = read_json(where / "config.json").get(PRUNED)
+    if told is None:
+        return restored
+    turned = _transposed(skeleton, restored)
+    return pruned(restored, told, lambda name: turned(name) or "Conv1D" in classes(name), where)
 
 
 def _transposed(skeleton: nn.Module, stacks: Iterable[str]) -> Callable[[str], bool]:

@@ -23,6 +23,7 @@ from ptq.io.foreign import MODELOPT_CONFIG
 from ptq.io.job import Past, Report, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
 from ptq.io.output import JOURNAL, RECORD, check_output, conclude, locked, partial, tidy
+from ptq.io.pruned import PRUNED
 from ptq.io.quantization_config import dump
 from ptq.io.safetensors import headers
 from ptq.io.shards import SHARD_SIZE
@@ -31,10 +32,6 @@ from ptq.models.model import Model
 from ptq.models.skeleton import checkpoint_dtype
 from ptq.numerics.leaves import compressed
 
-PRUNED = "weight_sparsity"
-"""Where config.json names pruned modules, by what their zeros obey. Zeros are stored, so that nobody needs it to load
-the weights. It stands at the top because loaders pass over what they do not know there, while a `sparsity_config` with
-targets makes vLLM refuse the model, dense or not; and one file has it all, which headers of shards do not."""
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz"}
 _FORMATS = ("dense", "frozen", *LAYOUTS, *BITMASKS)
 _OWN_FILES = ("config.json", MODELOPT_CONFIG, RECORD)

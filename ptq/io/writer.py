@@ -20,6 +20,7 @@ from ptq.io.foreign import quantization_of, translated
 from ptq.io.frozen import frozen
 from ptq.io.hub import joined
 from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded
+from ptq.io.pruned import Zeroed
 from ptq.io.quantization_config import KEYS, Args, Quantizers
 from ptq.io.records import AS_IT_IS, Record, parts
 from ptq.io.safetensors import NAMES, headers
@@ -221,7 +222,8 @@ class Writer:
 
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
         """Writes the tensors of a leaf."""
-        form = leaf.form if isinstance(leaf, Stored) and self._form == "auto" else self._form
+        inner = leaf.leaf if isinstance(leaf, Zeroed) else leaf
+        form = inner.form if isinstance(inner, Stored) and self._form == "auto" else self._form
         leaf = load(leaf) if compressed(leaf) else leaf
         if form in bitmask.FORMATS:
             made = self._write_sparse(file, leaf, form, name, loadable)
