@@ -395,20 +395,23 @@ def halved(values: Leaf) -> Sparse:
 
 
 UNFIT: dict[str, tuple[Callable[[torch.Size], Leaf], Sequence[str], str]] = {
-    "pruned": (
-        lambda s: halved(torch.ones(s)),
-        ("pack-quantized", "nvfp4-pack-quantized"),
-        "it is pruned, and not quan",
-    ),
     "quantized": (lambda s: quantized(*s), tuple(FORMATS), "it is not sparse"),
     "with zero points": (lambda s: halved(quantized(*s, asymmetric=True)), tuple(FORMATS), "with zero points"),
     "of another grid": (lambda s: quantized(*s), ("float-quantized",), "int4"),
 }
 
 
+@pytest.mark.parametrize("form", ["frozen", "pack-quantized", "nvfp4-pack-quantized"])
+def test_a_format_of_codes_for_a_model_that_is_only_pruned_is_refused(
+    form: str, tmp_path: Path, tiny_llama: Path
+) -> None:
+    with pytest.raises(BadInput, match=f"has no quantized weights to store as {form}"):
+        save(pruned_model(tiny_llama, quantize=False), tmp_path / "out", format=form)
+
+
 @pytest.mark.parametrize(("kind", "form"), [(kind, form) for kind, (_, forms, _) in UNFIT.items() for form in forms])
 def test_what_a_format_cannot_hold_is_refused_by_name(kind: str, form: str, tmp_path: Path, tiny_llama: Path) -> None:
-    """One rule: a format that is asked for by name is for all that is compressed, and `auto` takes each as it is."""
+    """What would lose codes or bits in the format that is asked for is not stored; `auto` takes each as it is."""
     make, _, reason = UNFIT[kind]
     model = compressed(open_model(tiny_llama), lambda name, shape: make(shape) if Q_PROJ in name else None)
     with pytest.raises(BadInput, match=rf"^{Q_PROJ}\.weight: .*{reason}") as caught:

@@ -30,7 +30,7 @@ from ptq.io.shards import SHARD_SIZE
 from ptq.io.writer import Writer
 from ptq.models.model import Model
 from ptq.models.skeleton import checkpoint_dtype
-from ptq.numerics.leaves import compressed
+from ptq.numerics.leaves import compressed, rounded
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz"}
 _FORMATS = ("dense", "frozen", *LAYOUTS, *BITMASKS)
@@ -118,8 +118,9 @@ def save(
             "dense", "frozen" (dense, with scales and zero points beside the weights), or one of the formats by name.
             Pruned weights have their zeros stored, unless this is sparse-bitmask or sparse-24-bitmask: these are
             smaller, and no loader of today but `ptq.load` reads them. A format by name is for all that is compressed: a
-            weight that it cannot hold, be it of another grid, not pruned or only pruned, is refused. What no format
-            holds, such as the weight of no plain linear, is stored dense, whatever is asked for, and noted.
+            weight that would lose its codes or its bits in it is refused, and so is a model of which it holds nothing.
+            Stored dense and noted is what is only pruned, in a format of codes, and what no format holds, such as the
+            weight of no plain linear.
         shard_size: bytes of tensors in one file.
         resume: whether to go on with what an interrupted run of the same job left; the result is the same, bit for
             bit, as that of a run that was not interrupted.
@@ -137,8 +138,9 @@ def save(
             except StopIteration as end:
                 return end.value
     model, target = run_or_model, _checked(run_or_model, path, overwrite, format, resume=False)
-    if format not in ("auto", "dense") and not any(compressed(leaf) for leaf in model.params.values()):
-        raise BadInput(f"{model.source}: has no compressed weights to store as {format}; compress it first")
+    what, needed = ("pruned", compressed) if format in BITMASKS else ("quantized", rounded)
+    if format not in ("auto", "dense") and not any(needed(leaf) for leaf in model.params.values()):
+        raise BadInput(f"{model.source}: has no {what} weights to store as {format}; compress it first")
     with opened(target, model, 1, None, bound(_writer, model, format, shard_size), overwrite) as job:
         job.put(0, model.params, {"weights": []})
         job.finish(bound(_complete, model, None))

@@ -34,6 +34,7 @@ from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed,
 from ptq.numerics.maps import Map
 
 _OTHERWISE = "choose another format: auto stores each weight as it can be, dense all"
+_ZEROS = "stored dense with its zeros: it is pruned, and not quantized"
 _ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
 _UNCUT = "stored dense with its values: its parts cannot be cut or joined one by one to what the checkpoint has"
 
@@ -242,10 +243,9 @@ class Writer:
 
     def _write_quantized(self, file: str, leaf: Leaf, form: str | None, name: str, loadable: bool) -> Record:
         inner = None if form == "dense" else _quantized(leaf)
-        if inner is None and compressed(leaf) and loadable and self._form in LAYOUTS:
-            raise BadInput(f"{name}: cannot be stored as {form}: it is pruned, and not quantized; {_OTHERWISE}")
         if inner is None or isinstance(inner, Indexed):
-            return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else "")
+            unasked = compressed(leaf) and self._form in LAYOUTS  # nothing is lost, but it is not what was asked for
+            return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else _ZEROS if unasked else "")
         codes = form if form is not None and form in LAYOUTS else default_format(inner)
         reason = _unloadable(inner, codes, loadable)
         if reason and (not loadable or self._form == "auto"):
