@@ -206,6 +206,9 @@ CASES: dict[str, Case] = {
         TRANSFORMERS,
         config=quantization(lambda q: q.pop("quantization_status")),
     ),
+    "another method": Case(
+        "group", "method", "quantization_config.quant_method", EVERY, config=top(quant_method="fp8"), severity="note"
+    ),
     "no format": Case("group", "format", "format", VLLM, config=top(format=None)),
     "unknown format": Case("group", "format", "format", BOTH, config=top(format="marlin-24")),
     "no format of the group": Case(
@@ -399,7 +402,8 @@ def test_every_rule_is_broken_by_a_case() -> None:
     assert rules - {case.rule for case in CASES.values()} == {
         "unreadable",
         "bitmask",
-    }  # below, and in test_bitmask.py
+        "replaced",
+    }  # below, in test_bitmask.py and in test_writer.py
 
 
 @pytest.mark.parametrize("kind", ["channel", "group", "float8", "two formats"])

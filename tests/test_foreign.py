@@ -22,7 +22,7 @@ from ptq.io.compressed_tensors import Stored
 from ptq.io.hub import load
 from ptq.io.safetensors import OnDisk
 from ptq.io.save import save
-from ptq.io.survey import EVERY
+from ptq.io.survey import ERROR, EVERY
 from ptq.models.model import Model
 from ptq.numerics.lazy import load as load_leaf
 from ptq.numerics.leaves import Quantized, compressed, dense
@@ -230,6 +230,31 @@ def test_stacks_of_experts_in_float8(block: int | None, tmp_path: Path) -> None:
     model = load(source)
     assert isinstance(model.params[f"{experts}.down_proj"], Stored)
     agrees(model, reference)
+    save(model, tmp_path / "out")
+    assert load_file(tmp_path / "out" / WEIGHTS)[f"{experts}.2.up_proj.weight"].dtype == torch.float8_e4m3fn
+    agrees(load(tmp_path / "out"), reference)
+
+
+@pytest.mark.parametrize("block", [128, 32])
+@pytest.mark.parametrize("said", [{"quant_method": "fp8"}, {"quant_method": "fp8", "activation_scheme": "dynamic"}])
+def test_blocks_that_no_config_tells_are_told_by_shapes(said: dict[str, Any], block: int, tmp_path: Path) -> None:
+    """Of 136 rows two scales could be halves of 68: sides are powers of two, 128 among them, transformers' own."""
+    encode = linears(lambda name, w: in_fp8_blocks(name, w, block))
+    source, reference = rewritten(deepseek_config(), tmp_path, encode, said)
+    model = load(source)
+    agrees(model, reference)
+    assert {found.group_size for (found,) in model.state.maps.values()} == ({block} if len(said) > 1 else set())
+    stored = [leaf for leaf in model.params.values() if isinstance(leaf, Stored)]
+    assert {leaf.args.block for leaf in stored} == {(block, block)}
+
+
+@pytest.mark.parametrize(("said", "block"), [({}, 96), ({}, 68), ({"weight_block_size": None}, 128)])
+def test_blocks_that_shapes_leave_open_are_refused(said: dict[str, Any], block: int, tmp_path: Path) -> None:
+    """264 rows are three blocks of 96, 136 columns two: no power of two gives both."""
+    encode = linears(lambda name, w: in_fp8_blocks(name, w, block))
+    source, _ = rewritten(deepseek_config(), tmp_path, encode, {"quant_method": "fp8", **said})
+    with pytest.raises(BadInput, match=r"_scale_inv: got \(\d, \d\) for .*; set weight_block_size in config"):
+        load(source)
 
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -353,6 +378,28 @@ def test_stacks_of_modelopt(method: str, one: bool, tmp_path: Path) -> None:
     saved = save(model, tmp_path / "out", format="nvfp4-pack-quantized")
     assert set(names) <= saved.notes.keys()
     assert all("keeps these experts in one tensor" in saved.notes[name] for name in names)
+    agrees(load(tmp_path / "out"), reference)
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "modelopt"])
+def test_stacks_whose_experts_have_names_are_written_one_by_one(method: str, tmp_path: Path) -> None:
+    """By rows of outputs, as the model has them too; loaders know each expert by a name of its own."""
+    source, reference = rewritten(moe_config(), tmp_path, lambda *_: None, MXFP4 if method == "mxfp4" else MODELOPT)
+    tensors = {n: t for n, t in load_file(source / WEIGHTS).items() if ".experts." not in n}
+    for name, w in reference.named_parameters():
+        if ".experts." in name:
+            encode = in_mxfp4 if method == "mxfp4" else nvfp4_stacks(down=False, one=False)
+            parts, value = encode(name, w.detach().mT)  # type: ignore[misc]  # of a stack it is something
+            tensors |= parts
+            w.data.copy_(value.mT)
+    save_file(tensors, source / WEIGHTS, metadata={"format": "pt"})
+    form = {"mxfp4": "mxfp4-pack-quantized", "modelopt": "nvfp4-pack-quantized"}[method]
+    saved = save(load(source), tmp_path / "out", format=form)
+    assert saved.notes == {}
+    packed = [n for n in load_file(tmp_path / "out" / WEIGHTS) if n.endswith("weight_packed")]
+    assert len(packed) == 2 * 3 * 3
+    assert all(re.search(r"experts\.\d\.(gate|up|down)_proj\.weight_packed$", n) for n in packed)
+    assert not [each for each in check(tmp_path / "out") if each.severity == ERROR]
     agrees(load(tmp_path / "out"), reference)
 
 

@@ -17,7 +17,9 @@ from checkpoints import same_bits
 from conftest import stock
 from laws.shared import identical
 from ptq.io.check import check
-from ptq.io.layouts import LAYOUTS, arguments, decoded, default_format, encoded, expected, fits, inferred
+from ptq.io.inference import by_shape, inferred
+from ptq.io.layouts import LAYOUTS, arguments, decoded, default_format, encoded, expected, fits
+from ptq.io.quantization_config import Args
 from ptq.io.survey import ERROR
 from ptq.numerics.fits import fit, nearest
 from ptq.numerics.grids import Float8
@@ -73,10 +75,26 @@ def test_tensors_tell_their_scheme(seed: int, name: str, out: int) -> None:
     made = leaf(seed, out, 3, SCHEMES[name], torch.float32)
     args, tensors = encoded(made, default_format(made), "m")
     told = inferred({**tensors, "weight_shape": made.shape})
-    if SCHEMES[name].block:
-        assert told is None or told.strategy in ("block", "group", "channel", "tensor")
+    # 5 rows by 24 columns, of which 96 have four: squares of 16 would be six, of 32 three.
+    assert told == (None if SCHEMES[name].block else args)
+
+
+@given(
+    rows=st.integers(2, 300),
+    columns=st.integers(2, 300),
+    side=st.sampled_from([16, 32, 64, 128, 256]),
+    experts=st.sampled_from([(), (3,)]),
+)
+def test_square_blocks_are_told_by_their_count(rows: int, columns: int, side: int, experts: tuple[int, ...]) -> None:
+    tiles = (-(-rows // side), -(-columns // side))
+    bare = Args("float-quantized", 8, "float", True, "tensor")
+    told = by_shape(bare, (*experts, rows, columns), (*experts, *tiles))
+    if tiles == (1, 1):
+        assert told == bare
+    elif experts and tiles == (2, 1) and rows % 2 == 0 and rows // 2 != side:
+        assert told is None  # or two projections in one stack
     else:
-        assert told == args
+        assert told == bare._replace(strategy="block", block=(side, side))
 
 
 def experts(tmp_path: Path) -> Any:
@@ -111,6 +129,15 @@ def test_experts_are_saved_as_they_were_loaded(name: str, tmp_path: Path) -> Non
     assert all(same_bits(t, second[n]) for n, t in first.items())
     assert (tmp_path / "one/config.json").read_text() == (tmp_path / "two/config.json").read_text()
     assert sum("experts.2" in n and n.endswith("weight_scale") for n in first) == 3
+
+
+def test_one_scheme_stays_one_where_a_weight_is_as_narrow_as_a_group(tmp_path: Path) -> None:
+    """Engines refuse experts of more than one scheme, and down projections here are 32 wide."""
+    made = ptq.compress(experts(tmp_path), None, ptq.targets("re:.*experts.*", ptq.rtn(scheme("W4A16", 32))))
+    for path in (ptq.save(made, tmp_path / "one").path, ptq.save(ptq.load(tmp_path / "one"), tmp_path / "two").path):
+        (group,) = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"].values()
+        assert (group["weights"]["strategy"], group["weights"]["group_size"]) == ("group", 32)
+        assert not [found for found in check(path) if found.rule == "fused-scheme"]
 
 
 PRUNED = {"2:4": ptq.magnitude(ptq.NM(keep=2, of=4)), "unstructured": ptq.magnitude(ptq.Unstructured(0.5))}

@@ -153,13 +153,15 @@ def test_pruned_weights(tmp_path: Path, batches: list[torch.Tensor]) -> None:
         return Sparse(values, mask, pattern)
 
     model = compressed(open_model(saved_stock(tmp_path / "source", "llama")), choose)
-    save(model, tmp_path / "out", format="int-quantized")
+    notes = save(model, tmp_path / "out", format="int-quantized").notes
+    only = {name for name in model.params if ".layers." in name and "_proj" in name and "mlp" not in name}
+    assert {name for name, note in notes.items() if "pruned, and not quantized" in note} == only
     back = load(tmp_path / "out")
     assert torch.equal(back(batches[0]).logits, model(batches[0]).logits)
     assert torch.equal(transformers_loads(tmp_path / "out")(batches[0]).logits, model(batches[0]).logits)
     for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
         assert int((dense(back.params[name]).unflatten(-1, (-1, 4)) != 0).sum(-1).max()) <= 2
-    assert isinstance(back.params["model.layers.0.mlp.up_proj.weight"].load(), Quantized)
+    assert isinstance(back.params["model.layers.0.mlp.up_proj.weight"].load().values, Quantized)
 
 
 def test_a_head_that_is_compressed_by_itself_is_untied(tmp_path: Path, batches: list[torch.Tensor]) -> None:
@@ -241,7 +243,7 @@ def test_a_format_that_does_not_fit_is_refused(form: str, message: str, tmp_path
 
 
 def test_there_is_nothing_to_pack_in_a_dense_model(tmp_path: Path, tiny_llama: Path) -> None:
-    with pytest.raises(BadInput, match="has no compressed weights to store as pack-quantized"):
+    with pytest.raises(BadInput, match="has no quantized weights to store as pack-quantized"):
         save(open_model(tiny_llama), tmp_path / "out", format="pack-quantized")
     assert list(tmp_path.iterdir()) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ LEAVES: dict[str, Any] = {
     "sparse int8": Sparse(quantized(4, 16, grid=Int(8)), MASK, Unstructured(0.5)),
     "transposed": Transposed(quantized(4, 16)),
     "experts": quantized(3, 4, 16),
+    "blocks": replace(quantized(4, 16, grid=Float8(), tiles="tensor"), scale=torch.ones(2, 2), tile=(3, 12)),
 }
 
 
@@ -58,12 +59,12 @@ def test_all_of_a_block_in_one_file(tmp_path: Path) -> None:
 class Odd:
     """A grid that a user defined."""
 
-    levels: tuple[int, ...] = ()
+    levels: frozenset[int] = frozenset()
 
 
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
-    leaf = Quantized(torch.zeros(2, 2, dtype=torch.int8), torch.ones(1, 1), None, Odd((1, 2)), torch.float32)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"a\.weight/grid/levels: a tuple cannot be kept between stages"):
+    leaf = Quantized(torch.zeros(2, 2, dtype=torch.int8), torch.ones(1, 1), None, Odd(frozenset({1, 2})), torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"a\.weight/grid/levels: a frozenset cannot be kept between stages"):
         keep({"a.weight": leaf}, tmp_path / "file")
 
 

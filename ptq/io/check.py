@@ -15,12 +15,13 @@ from ptq.errors import BadInput
 from ptq.io.bitmask import Masked, joined
 from ptq.io.check_config import config_findings, target_findings, untargeted
 from ptq.io.check_engines import fused_findings, head_findings, kernel_findings, parallel_findings
+from ptq.io.check_replaced import replaced_findings
 from ptq.io.check_tensors import part_findings, presence, value_findings
 from ptq.io.files import read_json
 from ptq.io.hub import skeleton_of
 from ptq.io.quantization_config import KEYS
 from ptq.io.safetensors import headers
-from ptq.io.survey import BOTH, ERROR, EVERY, Finding, Survey, surveyed, unwrapped
+from ptq.io.survey import BOTH, ERROR, EVERY, NOTE, Finding, Survey, surveyed, unwrapped
 
 
 def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: bool = True) -> list[Finding]:
@@ -37,6 +38,10 @@ def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: b
     """
     raw = read_json(path / "config.json")
     table = unwrapped(next(filter(None, map(raw.get, KEYS)), None) or {})
+    method = table.get("quant_method", "compressed-tensors")
+    if method != "compressed-tensors":
+        want = "compressed-tensors, whose checkpoints these rules are for; ptq convert makes one of it"
+        return [Finding("quantization_config.quant_method", "method", repr(method), want, EVERY, NOTE)]
     found = list(config_findings(table)) if table else []
     skeleton = skeleton or skeleton_of(path)
     try:
@@ -44,7 +49,7 @@ def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: b
         survey = surveyed(path, raw, entries, skeleton)
     except BadInput as error:
         return [*found, Finding(str(path), "unreadable", str(error), "a whole checkpoint", EVERY)]
-    return [*found, *_bits(survey), *_findings(survey, tp, weights)]
+    return [*found, *_bits(survey), *replaced_findings(survey, skeleton), *_findings(survey, tp, weights)]
 
 
 def _findings(survey: Survey, tp: int, weights: bool) -> Iterator[Finding]:

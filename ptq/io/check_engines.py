@@ -50,7 +50,7 @@ def _one_divisor(survey: Survey, each: FusedSet) -> Iterator[Finding]:
         first = next(iter(values.values()), None)
         for name, value in values.items():
             if first is not None and not torch.equal(value, first):
-                got, want = f"{value.tolist()}", f"{first.tolist()} as the others of {each.name}"
+                got, want = f"{value.tolist()}", f"{first.tolist()} as the others of {each.name}: one target for all"
                 yield Finding(name, "fused-global-scale", got, want, VLLM)
                 break
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from ptq.errors import BadInput
 from ptq.io.activations import PARTS
 from ptq.io.bitmask import Masked
-from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of, inferred
+from ptq.io.frozen import held, needed, thawed
+from ptq.io.inference import inferred
+from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of
 from ptq.io.quantization_config import Args, Config, parse
 from ptq.io.safetensors import OnDisk, positive, sizes
 from ptq.numerics.indexed import Indexed, simplest
@@ -30,6 +32,7 @@ WEIGHT = (
     "weight_shape",
     "weight_g_idx",
 )
+_CODES = (torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,13 @@ class Stored(Lazy):
     """whether packed codes may cross words"""
     dtype: torch.dtype
     shape: torch.Size
+    frozen: bool = False
+    """whether `weight` has the floats that codes stand for; `args` is then in the format that would hold the codes"""
+
+    @property
+    def form(self) -> str | None:
+        """The format that it came in."""
+        return "frozen" if self.frozen else self.args.format
 
     def load(self) -> Leaf:
         tensors: dict[str, Any] = {part: entry.load() for part, entry in self.parts.items() if part != "weight_shape"}
@@ -57,9 +67,22 @@ class Stored(Lazy):
         for part in (part for part in ("weight_global_scale", "weight_scale") if part in tensors):
             self._refuse_wrong(part, tensors[part])
         scale = self.parts["weight_scale"]
-        leaf = decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
+        if self.frozen:
+            raw = self.parts["weight"]
+            return thawed(tensors, self.args, f"{raw.file}: {raw.name}")
+        leaf = self._decoded(tensors)
         leaf = validate(leaf, f"{scale.file}: {scale.name}")  # the quotient of two good numbers may be none
         return self._ordered(leaf, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else leaf
+
+    def _decoded(self, tensors: Mapping[str, Tensor]) -> Quantized:
+        zero = self.parts.get("weight_zero_point")
+        if zero is None or not self.args.symmetric:
+            return decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
+        leaf = decoded(tensors, self.args._replace(symmetric=False), self.shape, self.dtype, self.straddle)
+        if leaf.zero is not None and bool((leaf.zero != 0).any()):  # old writers left zeros beside symmetric weights
+            what = "got zero points, and its config says that there are none (symmetric: true)"
+            raise BadInput(f"{zero.file}: {zero.name}: {what}; correct one of them")
+        return replace(leaf, zero=None)
 
     def _refuse_wrong(self, part: str, values: Tensor) -> None:
         grid = LAYOUTS[str(self.args.format)].scales if part == "weight_scale" else None
@@ -100,7 +123,7 @@ def collected(
 
     Args:
         entries: what the files hold.
-        quantization: the config's `quantization_config`.
+        quantization: the config's `quantization_config`; empty, or without groups: tensors alone say what they are.
         classes: name of a weight -> class names of its module.
         dtype: what weights decode to.
         where: the directory, for errors.
@@ -118,7 +141,9 @@ def collected(
     leaves: dict[str, Leaf] = {n: e for n, e in entries.items() if n.rpartition(".")[2] not in (*WEIGHT, *extra)}
     for module, parts in modules.items():
         name = f"{module}.weight" if module else "weight"
-        leaves[name] = _stored(name, parts, config, classes, dtype, where)
+        leaf = _stored(name, parts, config, classes, dtype, where)
+        owner = name.removesuffix("weight")
+        leaves |= {f"{owner}{part}": entry for part, entry in parts.items()} if leaf is None else {name: leaf}
     return leaves
 
 
@@ -141,17 +166,22 @@ def _stored(
     classes: Callable[[str], Sequence[str]],
     dtype: torch.dtype,
     where: Path,
-) -> Leaf:
-    raw = parts.get("weight_packed") or parts.get("weight")
-    if raw is None:
+) -> Leaf | None:
+    """The leaf that tensors make, or None where they are what they are: no compressed weight."""
+    raw, given = parts.get("weight_packed") or parts.get("weight"), config.args(name.rpartition(".")[0], classes(name))
+    if raw is None and config.groups:
         raise BadInput(f"{where}: {name}: there is {', '.join(sorted(parts))} but no weight; download or copy it again")
-    if "weight_packed" not in parts and (not config.packed or "weight_scale" not in parts):
-        return raw
+    coded = given is not None or (raw is not None and raw.dtype in _CODES)  # else scales are beside no codes
+    if raw is None or ("weight_packed" not in parts and not (coded and "weight_scale" in parts)):
+        return None
     if "weight_scale" not in parts:
         raise BadInput(f"{where}: no tensor {name}_scale; download or copy it again")
+    frozen = None if given is None else held(parts, given, config.packed)
+    if frozen is not None:
+        return _checked(Stored(parts, frozen, True, raw.dtype, raw.shape, frozen=True), name, where)
     told = parts.get("weight_shape")
     shape = sizes(told, len(raw.shape)) if isinstance(told, OnDisk) else None
-    args = _args(name, parts, shape, config.args(name.rpartition(".")[0], classes(name)), where)
+    args = _args(name, parts, shape, given, where)
     packing = LAYOUTS[str(args.format)].packing
     if packing == "words" and shape is None:
         raise BadInput(f"{where}: no tensor {name}_shape; download or copy it again")
@@ -167,7 +197,8 @@ def _args(
     """The scheme that the config gives, in the format that the tensors are in; or what the tensors say alone."""
     told = inferred({**parts, "weight_shape": shape} if shape else parts)
     if given is None and told is None:
-        raise BadInput(f"{where}: {name} is compressed, but no config group says how")
+        how = "no config group says how, and its tensors leave that open"
+        raise BadInput(f"{where}: {name} is compressed, but {how}")
     if given is None:
         return told  # type: ignore[return-value]  # one of them is there
     layout = LAYOUTS.get(str(given.format))
@@ -193,16 +224,17 @@ def _straddles(raw: OnDisk | Masked, shape: torch.Size, args: Args, config: Conf
 def _checked(leaf: Stored, name: str, where: Path) -> Stored:
     """The leaf, if its tensors have the shapes and types that its scheme says, by their headers."""
     if len(leaf.shape) < 2:
-        raw = leaf.parts[LAYOUTS[str(leaf.args.format)].weight]
+        raw = leaf.parts.get("weight_packed") or leaf.parts["weight"]
         raise BadInput(f"{raw.file}: {raw.name}: got {raw.dtype} {tuple(raw.shape)}, expected a matrix")
     try:
-        needed = expected(leaf.args, leaf.shape, leaf.straddle)
+        args = leaf.args._replace(symmetric=leaf.args.symmetric and "weight_zero_point" not in leaf.parts)
+        wanted = needed(args, leaf.shape) if leaf.frozen else expected(args, leaf.shape, leaf.straddle)
     except BadInput as error:
         raise BadInput(f"{where}: {name}: {error}") from None
     how = f"strategy {leaf.args.strategy} {leaf.args.group_size or leaf.args.block or ''}".rstrip()
     if "weight_g_idx" in leaf.parts:
-        needed["weight_g_idx"] = Part((leaf.shape[-1],), [torch.int32, torch.int64])
-    for part, need in needed.items():
+        wanted["weight_g_idx"] = Part((leaf.shape[-1],), [torch.int32, torch.int64])
+    for part, need in wanted.items():
         if part not in leaf.parts:
             raise BadInput(f"{where}: no tensor {name.removesuffix('weight')}{part}; its config asks for it ({how})")
         got = leaf.parts[part]

@@ -26,13 +26,17 @@ from torch import Tensor
 
 from ptq.errors import BadInput
 from ptq.io.files import read_json
+from ptq.io.inference import SQUARES, by_shape
+from ptq.io.quantization_config import Args
 from ptq.io.safetensors import OnDisk, positive
 from ptq.numerics.lazy import Lazy, load
 from ptq.numerics.leaves import Leaf, Transposed, compressed, nbytes
+from ptq.numerics.tiles import fits
 
 MODELOPT_CONFIG = "hf_quant_config.json"
 _ALGORITHMS = ("NVFP4", "FP8", "MIXED_PRECISION")
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+_ARGS = Args("float-quantized", 8, "float", True, "tensor")
 _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _LOCAL = {**_NVFP4, "dynamic": "local", "scale_dtype": "torch.float8_e4m3fn"}
 _MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
@@ -126,11 +130,11 @@ def translated(entries: Mapping[str, OnDisk], quantization: Any, where: Path) ->
     Raises:
         BadInput: a part of a weight is missing, or of a shape or a kind that its method does not have.
     """
-    method = _METHODS.get(_method(quantization))
+    method = _METHODS.get(_told(entries) if quantization is None else _method(quantization))
     if method is None:
         return Source(entries, quantization)
     try:
-        weights = list(method(entries, quantization, where))
+        weights = list(method(entries, quantization or {}, where))
     except (IndexError, KeyError, TypeError) as error:
         raise BadInput(f"{where}: quantization_config is malformed ({error}); download or copy it again") from None
     used = {part.name for weight in weights for part in weight.parts.values()}
@@ -149,6 +153,16 @@ def _config(weights: Sequence[_Weight], others: Iterable[str]) -> dict[str, Any]
     cached = any(name.endswith((".k_scale", ".v_scale", ".kv_scale")) for name in others)
     numbered = {f"group_{i}": group for i, group in enumerate(groups.values())}
     return {"config_groups": numbered, "kv_cache_scheme": _FP8 if cached else None}
+
+
+def _told(entries: Mapping[str, OnDisk]) -> str:
+    """The method that tensors tell, where a config is silent; empty: none of another quantizer."""
+    for name in entries:
+        for mark, codes, dtype, method in _MARKS:
+            owner = entries.get(f"{name.removesuffix(mark)}{codes}") if name.endswith(mark) else None
+            if owner is not None and owner.dtype == dtype:
+                return method
+    return ""
 
 
 def _method(quantization: Any) -> str:
@@ -174,32 +188,49 @@ class _Weight(NamedTuple):
 
 def _fp8(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Path) -> Iterator[_Weight]:
     """Fine-grained float8, of DeepSeek and others."""
-    scheme, block = table.get("activation_scheme"), table.get("weight_block_size")
+    scheme, found = table.get("activation_scheme"), dict(_float8(entries))
     if scheme not in (None, "dynamic", "static"):
         raise BadInput(f"{where}: activation_scheme {scheme!r} is not read; expected dynamic or static")
+    silent = "weight_block_size" not in table  # null says that there are no blocks
+    block = _common_block(found.values()) if silent else table["weight_block_size"]
     grouped = {"strategy": "group", "group_size": block[1]} if block else {"strategy": "token"}
     inputs = {"dynamic": {**_FP8, **grouped, "dynamic": True}, "static": _FP8}.get(str(scheme))
-    for name, weight in entries.items():
-        if weight.dtype != torch.float8_e4m3fn:
-            continue
-        module, scale = name.removesuffix(".weight"), _first(entries, f"{name}_scale_inv", f"{name}_scale")
-        if scale is None:
-            raise BadInput(f"{weight.file}: no tensor {name}_scale_inv, which float8 needs; download or copy it again")
+    for name, (weight, scale) in found.items():
+        module = name.removesuffix(".weight")
         known = _first(entries, f"{module}.input_scale", f"{module}.activation_scale", f"{module}_activation_scale")
         parts = {"weight": weight, "weight_scale": scale, **({"input_scale": known} if known else {})}
-        args = _fp8_args(weight, scale, block)
+        args = _fp8_args(weight, scale, block, SQUARES if silent else ())
         yield _Weight(name, parts, "float-quantized", args, _FP8 if known else inputs)
 
 
-def _fp8_args(weight: OnDisk, scale: OnDisk, block: Any = None) -> dict[str, Any]:
-    """By the config where there is more than one number; stacks may have one for each half of their rows."""
-    if scale.shape.numel() == 1 and len(scale.shape) < 2:
-        return _FP8
-    (rows, columns), (a, b) = weight.shape[-2:], (*scale.shape, 1, 1)[len(weight.shape) - 2 :][:2]
-    if block or (a, b) not in ((1, 1), (rows, 1)):
-        block = block or [-(-rows // max(a, 1)), -(-columns // max(b, 1))]
+def _float8(entries: Mapping[str, OnDisk]) -> Iterator[tuple[str, tuple[OnDisk, OnDisk]]]:
+    """Weights with their scales."""
+    for name, weight in entries.items():
+        if weight.dtype == torch.float8_e4m3fn:
+            scale = _first(entries, f"{name}_scale_inv", f"{name}_scale")
+            if scale is None:
+                need = f"no tensor {name}_scale_inv, which float8 needs; download or copy it again"
+                raise BadInput(f"{weight.file}: {need}")
+            yield name, (weight, scale)
+
+
+def _common_block(weights: Iterable[tuple[OnDisk, OnDisk]]) -> tuple[int, int] | None:
+    """The only sides that all scales agree with: narrow weights, which have one, are in blocks where others are."""
+    shapes = [(w.shape[-2:], scale.shape[-2:]) for w, scale in weights if len(scale.shape) > 1]
+    sides = [side for side in SQUARES if all(fits(tiles, shape, (side, side)) for shape, tiles in shapes)]
+    return (sides[0], sides[0]) if len(sides) == 1 else None
+
+
+def _fp8_args(weight: OnDisk, scale: OnDisk, block: Any = None, sides: Sequence[int] = SQUARES) -> dict[str, Any]:
+    """By the config where that says rows and columns and there is more than one number, else by what shapes tell."""
+    if block and (scale.shape.numel() > 1 or len(scale.shape) > 1):
         return {**_FP8, "strategy": "block", "block_structure": list(block)}
-    return _FP8 if (a, b) == (1, 1) else {**_FP8, "strategy": "channel"}
+    told = by_shape(_ARGS, weight.shape, scale.shape, sides)
+    if told is None:
+        got = f"got {tuple(scale.shape)} for {tuple(weight.shape)}, from which no sides of blocks can be told"
+        raise BadInput(f"{scale.file}: {scale.name}: {got}; set weight_block_size in config.json")
+    size = {"block_structure": list(told.block)} if told.block else {}
+    return {**_FP8, "strategy": told.strategy, "group_size": told.group_size, **size}
 
 
 def _mxfp4(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Path) -> Iterator[_Weight]:
@@ -266,3 +297,10 @@ _METHODS: Mapping[str, Callable[[Mapping[str, OnDisk], Mapping[str, Any], Path],
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
 }
+_MARKS = (
+    ("_scale_inv", "", torch.float8_e4m3fn, "fp8"),
+    ("weight_scale_2", "weight", torch.uint8, "modelopt"),
+    ("_weight_scale_2", "", torch.uint8, "modelopt"),
+    ("_scales", "_blocks", torch.uint8, "mxfp4"),
+)
+"""how the name of a scale ends, and instead of that its codes', their type -> the method"""

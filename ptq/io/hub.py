@@ -20,11 +20,12 @@ from ptq.io.compressed_tensors import collected
 from ptq.io.files import read_json
 from ptq.io.foreign import Source, quantization_of, translated
 from ptq.io.orders import differences
+from ptq.io.pruned import PRUNED, pruned
 from ptq.io.quantization_config import KEYS, Config, parse
 from ptq.io.safetensors import headers
 from ptq.io.survey import head_of
 from ptq.models.model import Model
-from ptq.models.naming import Reading, assigned, names_in_files, read
+from ptq.models.naming import Reading, assigned, names_in_files, read, splitting
 from ptq.models.skeleton import aliases, checkpoint_dtype, from_config, remember_conversions, set_buffers
 from ptq.numerics.leaves import Leaf, dense
 
@@ -93,7 +94,8 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     dtype = checkpoint_dtype(source.entries.values())
     skeleton: Any = skeleton_of(where, trust_remote_code, dtype)
     reading = read(skeleton, joined(skeleton, source, dtype, where))
-    remember_conversions(skeleton, reading.conversions)
+    # Loaders know compressed experts one by one, wherever a file stacked them.
+    remember_conversions(skeleton, [*reading.conversions, *splitting(skeleton, source.stacks)])
     params, tied = _parameters(skeleton, reading, where)
     if not params:
         raise BadInput(f"{where / 'config.json'}: architectures: {type(skeleton).__name__} has no parameters")
@@ -120,11 +122,14 @@ def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype
 def joined(skeleton: nn.Module, source: Source, dtype: torch.dtype, where: Path) -> Mapping[str, Leaf]:
     """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
     parts = bitmask.joined(source.entries, where)
-    if source.quantization is None:
-        return parts
     classes = _classes(skeleton, parts)
-    leaves = collected(parts, source.quantization, classes, dtype, where)
-    return source.restored(leaves, _transposed(skeleton, source.stacks))
+    leaves = collected(parts, source.quantization or {}, classes, dtype, where)
+    restored = source.restored(leaves, _transposed(skeleton, source.stacks))
+    told = read_json(where / "config.json").get(PRUNED)
+    if told is None:
+        return restored
+    turned = _transposed(skeleton, restored)
+    return pruned(restored, told, lambda name: turned(name) or "Conv1D" in classes(name), where)
 
 
 def _transposed(skeleton: nn.Module, stacks: Iterable[str]) -> Callable[[str], bool]:

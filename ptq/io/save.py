@@ -21,6 +21,7 @@ from ptq.io.files import naming, read_json, sync, write_json
 from ptq.io.job import Past, Report, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
 from ptq.io.output import JOURNAL, RECORD, check_output, conclude, locked, partial, tidy
+from ptq.io.pruned import PRUNED
 from ptq.io.quantization_config import dump
 from ptq.io.safetensors import headers
 from ptq.io.shards import SHARD_SIZE
@@ -28,12 +29,8 @@ from ptq.io.side_files import carry_files
 from ptq.io.writer import Writer
 from ptq.models.model import Model
 from ptq.models.skeleton import checkpoint_dtype
-from ptq.numerics.leaves import compressed
+from ptq.numerics.leaves import compressed, rounded
 
-PRUNED = "weight_sparsity"
-"""Where config.json names pruned modules, by what their zeros obey. Zeros are stored, so that nobody needs it to load
-the weights. It stands at the top because loaders pass over what they do not know there, while a `sparsity_config` with
-targets makes vLLM refuse the model, dense or not; and one file has it all, which headers of shards do not."""
 _FORMATS = ("dense", "frozen", *LAYOUTS, *BITMASKS)
 _TIMES = ("seconds", "peak_bytes")
 """what differs between two runs of one job, and so has no place in its result"""
@@ -116,7 +113,10 @@ def save(
         format: "auto" (what a weight came in, else pack-quantized for integers and float-quantized for float8),
             "dense", "frozen" (dense, with scales and zero points beside the weights), or one of the formats by name.
             Pruned weights have their zeros stored, unless this is sparse-bitmask or sparse-24-bitmask: these are
-            smaller, and no loader of today but `ptq.load` reads them.
+            smaller, and no loader of today but `ptq.load` reads them. A format by name is for all that is compressed: a
+            weight that would lose its codes or its bits in it is refused, and so is a model of which it holds nothing.
+            Stored dense and noted is what is only pruned, in a format of codes, and what no format holds, such as the
+            weight of no plain linear.
         shard_size: bytes of tensors in one file.
         resume: whether to go on with what an interrupted run of the same job left; the result is the same, bit for
             bit, as that of a run that was not interrupted.
@@ -134,8 +134,9 @@ def save(
             except StopIteration as end:
                 return end.value
     model, target = run_or_model, _checked(run_or_model, path, overwrite, format, resume=False)
-    if format not in ("auto", "dense") and not any(compressed(leaf) for leaf in model.params.values()):
-        raise BadInput(f"{model.source}: has no compressed weights to store as {format}; compress it first")
+    what, needed = ("pruned", compressed) if format in BITMASKS else ("quantized", rounded)
+    if format not in ("auto", "dense") and not any(needed(leaf) for leaf in model.params.values()):
+        raise BadInput(f"{model.source}: has no {what} weights to store as {format}; compress it first")
     with opened(target, model, 1, None, bound(_writer, model, format, shard_size), overwrite) as job:
         job.put(0, model.params, {"weights": []})
         job.finish(bound(_complete, model, None))

@@ -100,6 +100,8 @@ def _taken(value: Any, path: str, found: dict[str, Tensor]) -> Any:
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
         return {"type": kind, "fields": {f.name: _taken(getattr(value, f.name), f"{path}/{f.name}", found)
                                          for f in fields(value)}}  # fmt: skip
+    if type(value) is tuple:  # no named one
+        return {"tuple": [_taken(each, f"{path}/{i}", found) for i, each in enumerate(value)]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     raise BadInput(
@@ -113,6 +115,8 @@ def _built(structure: Any, tensors: Mapping[str, OnDisk]) -> Any:
             return tensors[path].load()
         case {"dtype": name}:
             return DTYPES[name]
+        case {"tuple": parts}:
+            return tuple(_built(part, tensors) for part in parts)
         case {"type": kind, "fields": parts}:
             made = object.__new__(_known(kind))
             made.__dict__.update({name: _built(part, tensors) for name, part in parts.items()})

@@ -13,7 +13,8 @@ from torch import nn
 from ptq.io.activations import ACTIVATIONS, CACHE
 from ptq.io.bitmask import Masked
 from ptq.io.compressed_tensors import WEIGHT
-from ptq.io.layouts import LAYOUTS, inferred
+from ptq.io.inference import inferred
+from ptq.io.layouts import LAYOUTS
 from ptq.io.quantization_config import KEYS, QUANTIZED, Args, Config, Quantizers, parse
 from ptq.io.safetensors import OnDisk
 from ptq.models.naming import assigned, names_in_files, read

@@ -14,12 +14,15 @@ from ptq.errors import BadInput
 from ptq.io import bitmask
 from ptq.io.activations import arguments as arguments_of, attention_maps, named_tensors, weight_maps
 from ptq.io.compressed_tensors import Stored, zeroed
+from ptq.io.divisors import shared
 from ptq.io.files import read_json
 from ptq.io.foreign import quantization_of, translated
+from ptq.io.frozen import frozen
 from ptq.io.hub import joined
-from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded, frozen
+from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded
+from ptq.io.pruned import Zeroed
 from ptq.io.quantization_config import KEYS, Args, Quantizers
-from ptq.io.records import Record, parts
+from ptq.io.records import AS_IT_IS, Record, parts
 from ptq.io.safetensors import NAMES, headers
 from ptq.io.shards import ShardWriter
 from ptq.models.model import Model
@@ -30,7 +33,10 @@ from ptq.numerics.lazy import load
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, finite, validate
 from ptq.numerics.maps import Map
 
+_OTHERWISE = "choose another format: auto stores each weight as it can be, dense all"
+_ZEROS = "stored dense with its zeros: it is pruned, and not quantized"
 _ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
+_UNCUT = "stored dense with its values: its parts cannot be cut or joined one by one to what the checkpoint has"
 
 
 class Writer:
@@ -79,10 +85,13 @@ class Writer:
 
     @property
     def modules(self) -> dict[Quantizers, list[str]]:
-        """Names in the checkpoint of the modules of which something is quantized, by how it is."""
+        """Names in the checkpoint of the modules of which something is quantized, by how it is.
+
+        The scheme of experts comes first: transformers takes that of the first group without regexes for them.
+        """
         found: dict[Quantizers, list[str]] = {}
-        for r in (r for r in self.records if any(r.quantizers)):
-            found.setdefault(r.quantizers, []).append(r.file.removesuffix(".weight"))
+        for r in sorted((r for r in self.records if any(r.quantizers)), key=lambda r: not r.piece):
+            found.setdefault(r.quantizers, []).append(r.module)
         return found
 
     @property
@@ -90,17 +99,16 @@ class Writer:
         """Names in the checkpoint of the pruned modules, by what their zeros obey."""
         found: dict[str, list[str]] = {}
         for r in (r for r in self.records if r.sparsity):
-            found.setdefault(r.sparsity, []).append(r.file.removesuffix(".weight"))
+            found.setdefault(r.sparsity, []).append(r.module)
         return found
 
     @property
     def sparsity(self) -> dict[str, Any]:
         """The `sparsity_config` of weights stored as bits and values; empty where there are none."""
         counts = {
-            r.file.removesuffix(".weight"): (math.prod(entry.shape), math.prod(r.shape))
+            r.module: (math.prod(r.parts["compressed"].shape), math.prod(r.shape))
             for r in self.records
-            for part, entry in r.parts.items()
-            if part.endswith(".compressed") and part != r.file
+            if "compressed" in r.parts
         }
         return bitmask.config(self._form, counts) if counts else {}
 
@@ -128,14 +136,16 @@ class Writer:
 
     def add(self, params: Mapping[str, Leaf]) -> None:
         """Writes parameters; those that a checkpoint keeps in one tensor wait until all of them are there."""
+        whole = {self._files[name][0]: leaf for name, leaf in params.items() if len(self._files[name]) == 1}
+        agreed = self._agreed(whole)  # what engines fuse is of one block, which comes at once
         for name, leaf in params.items():
             self._seen.add(name)
             self.waiting[name] = leaf
             for alias in (a for a, canonical in self._copies.items() if canonical == name):
-                self._write_group({alias: leaf})
+                self._write_group({alias: leaf}, {})
             group = self._groups[name]
             if all(member in self.waiting for member in group):
-                self._write_group({member: self.waiting.pop(member) for member in group})
+                self._write_group({member: self.waiting.pop(member) for member in group}, agreed)
 
     def sync(self) -> None:
         """Waits until all that was written is on disk."""
@@ -149,12 +159,16 @@ class Writer:
         """
         self.add({name: leaf for name, leaf in self.model.params.items() if name not in self._seen})
         for file, tensor in written(self.model.module, persistent_buffers(self.model.module)).items():
-            self._store(file, tensor, file)  # whatever it holds: a mask's infinities are meant
+            self._account(self._store(file, tensor, file))  # whatever it holds: a mask's infinities are meant
         for module, maps in attention_maps(self._maps).items():
             record = Record(_attention_name(module, self._files), module, {}, "", [])
-            self.records.append(self._with_maps(record, maps))
+            self._account(self._with_maps(record, maps))
         for file, leaf in _unused(self.model).items():
-            self._write_leaf(file, leaf, file, loadable=True)
+            if compressed(leaf):
+                record = self._write_leaf(file, leaf, file, loadable=True)
+            else:  # kept whatever it holds
+                record = self._store(file, dense(leaf), file)
+            self._account(record, _ignorable(record, None))
         return self._shards.close()
 
     def abort(self) -> None:
@@ -162,45 +176,66 @@ class Writer:
         self._shards.abort()
 
     def ignored(self) -> list[str]:
-        """Full names of the linears that are not compressed, in the checkpoint and in memory where these differ."""
-        stored = {module for modules in self.modules.values() for module in modules}
-        found: dict[str, None] = {}
-        for path, module in self.model.module.named_modules():
-            if isinstance(module, nn.Linear):
-                names = [file.removesuffix(".weight") for file in self._files.get(f"{path}.weight", ())]
-                if stored.isdisjoint(names):
-                    found |= dict.fromkeys((*names, path))
-        return list(found)
+        """Full names of what is dense and may count as linear, in the checkpoint and in memory where these differ.
 
-    def _write_group(self, group: dict[str, Leaf]) -> None:
+        Engines have linears where this model has none: for routers, and for what its class has no place for. Only
+        embeddings are known apart by all of them.
+        """
+        modules = self.model.module.named_modules()
+        embeddings = {f"{path}.weight" for path, module in modules if isinstance(module, nn.Embedding)}
+        left = {r.file for r in self.records if len(r.shape) == 2 and not any(r.quantizers)}
+        tied = self.model.aliases if self.tied else ()
+        known = [(file, name) for name, files in self._files.items() for file in files]
+        found = [pair for pair in known if (pair[0] in left or pair[1] in tied) and pair[1] not in embeddings]
+        found += [(file, file) for file in sorted(left - {file for file, _ in known})]
+        weights = dict.fromkeys(name for pair in found for name in pair if name.endswith(".weight"))
+        return [name.removesuffix(".weight") for name in weights]
+
+    def _write_group(self, group: dict[str, Leaf], agreed: Mapping[str, Leaf]) -> None:
         made = written(self.model.module, group)
-        name = next(iter(group))
-        pieces = len(made) > len(group)  # a stack of experts, each a linear in the checkpoint
-        order = in_order(made)
-        owner = self.model.module.get_submodule(name.rpartition(".")[0])
+        name, order = next(iter(group)), in_order(made)
+        stack = len(made) > len(group)  # of experts, each a linear in the checkpoint
+        lost = any(map(compressed, group.values())) and not any(map(compressed, made.values()))
+        made |= self._agreed(made) if stack else {file: agreed[file] for file in made if file in agreed}
         for file, leaf in made.items():
-            loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (_plain_linear(owner) or pieces)
-            stored = self._write_leaf(file, leaf, name, loadable)
+            matrix = file.endswith(".weight") and len(leaf.shape) == 2
+            linear = stack or (len(group) == 1 and _plain_linear(self._owner(name)))
+            record = self._write_leaf(file, leaf, name, matrix and linear)
             # What was rounded by other values than these, or is no longer compressed, has no use for the old scales.
-            kept = group[name] is self.model.params.get(name) and (stored.args or not compressed(leaf))
+            kept = group[name] is self.model.params.get(name) and (record.args or not compressed(leaf))
             maps = weight_maps(self._maps, name, order.index(file), len(order)) if kept else {}
-            # A class reaches experts that are dense here, and in some engines no head.
-            by_class = owner is not self._head if stored.args or maps else not pieces
-            self.records[-1] = self._with_maps(stored._replace(by_class=by_class), maps)
+            note = _UNCUT if lost and self._form != "dense" else record.note
+            record = self._with_maps(record._replace(note=note, piece=stack), maps)
+            self._account(record, _ignorable(record, self._owner(name)))
+
+    def _agreed(self, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
+        return {} if self._form == "dense" else shared(leaves)
+
+    def _account(self, record: Record, ignorable: bool = True) -> None:
+        """Notes what was written, and whether `ignore` could name it."""
+        head = self._head is not None and self._owner(record.name) is self._head  # which in some engines no class is
+        self.records.append(record._replace(by_class=not head if any(record.quantizers) else ignorable))
+
+    def _owner(self, name: str) -> nn.Module | None:
+        """The module that has a parameter; None: the model's class has no place for it."""
+        known = name in self._files
+        return self.model.module.get_submodule(name.rpartition(".")[0]) if known else None
 
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
         """Writes the tensors of a leaf."""
-        form = leaf.args.format if isinstance(leaf, Stored) and self._form == "auto" else self._form
+        inner = leaf.leaf if isinstance(leaf, Zeroed) else leaf
+        form = inner.form if isinstance(inner, Stored) and self._form == "auto" else self._form
         leaf = load(leaf) if compressed(leaf) else leaf
         if form in bitmask.FORMATS:
             made = self._write_sparse(file, leaf, form, name, loadable)
         else:
             made = self._write_quantized(file, leaf, form, name, loadable)
-        self.records[-1] = made._replace(sparsity=bitmask.structure(leaf))
-        return self.records[-1]
+        return made._replace(sparsity=bitmask.structure(leaf))
 
     def _write_sparse(self, file: str, leaf: Leaf, form: str, name: str, loadable: bool) -> Record:
         reason = bitmask.unfit(leaf, loadable)
+        if reason and compressed(leaf) and loadable:
+            raise BadInput(f"{name}: cannot be stored as {form}: {reason}; {_OTHERWISE}")
         if reason:
             note = f"stored dense: {reason}" if compressed(leaf) else ""
             return self._store(file, _finite(dense(leaf), name), name, note)
@@ -209,38 +244,37 @@ class Writer:
     def _write_quantized(self, file: str, leaf: Leaf, form: str | None, name: str, loadable: bool) -> Record:
         inner = None if form == "dense" else _quantized(leaf)
         if inner is None or isinstance(inner, Indexed):
-            return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else "")
-        form = form if form is not None and form in LAYOUTS else default_format(inner)
-        reason = _unloadable(inner, form, loadable)
+            unasked = compressed(leaf) and self._form in LAYOUTS  # nothing is lost, but it is not what was asked for
+            return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else _ZEROS if unasked else "")
+        codes = form if form is not None and form in LAYOUTS else default_format(inner)
+        reason = _unloadable(inner, codes, loadable)
         if reason and (not loadable or self._form == "auto"):
             why = f"stored dense with its quantized values: {reason}"
             return self._store(file, _finite(dense(leaf), name), name, why)
-        encode = frozen if self._form == "frozen" else bound(encoded, form=form)
+        encode = frozen if form == "frozen" else bound(encoded, form=codes)
         return self._write_parts(file, inner, name, *encode(validate(inner, name), name=name))
 
     def _write_parts(
         self, file: str, leaf: Leaf, name: str, args: Args | None, tensors: Mapping[str, Tensor]
     ) -> Record:
-        module = file.removesuffix(".weight")
-        made = {
-            f"{module}.{part}": self._shards.write(f"{module}.{part}", _finite(t, name)) for part, t in tensors.items()
-        }
-        self.records.append(Record(file, name, made, NAMES[leaf.dtype], list(leaf.shape), args))
-        return self.records[-1]
+        record = Record(file, name, {}, NAMES[leaf.dtype], list(leaf.shape), args)
+        return self._with(record, {part: _finite(t, name) for part, t in tensors.items()})
 
-    def _with_maps(self, stored: Record, maps: Mapping[str, Map]) -> Record:
+    def _with_maps(self, record: Record, maps: Mapping[str, Map]) -> Record:
         """Writes what maps store, beside a weight or in an attention module, and accounts for it."""
-        module = stored.file.removesuffix(".weight")
-        made = {f"{module}.{part}": t for role, given in maps.items() for part, t in named_tensors(given, role).items()}
-        entries = {part: self._shards.write(part, t) for part, t in made.items()}
+        tensors = {part: t for role, given in maps.items() for part, t in named_tensors(given, role).items()}
         activations = {role: arguments_of(given) for role, given in maps.items()}
-        return stored._replace(parts=stored.parts | entries, activations=activations)
+        return self._with(record, tensors)._replace(activations=activations)
+
+    def _with(self, record: Record, tensors: Mapping[str, Tensor]) -> Record:
+        """Writes tensors of a module, given by their local names."""
+        entries = {part: self._shards.write(f"{record.module}.{part}", t) for part, t in tensors.items()}
+        return record._replace(parts=record.parts | entries)
 
     def _store(self, file: str, tensor: Tensor, name: str, note: str = "") -> Record:
         """Writes a tensor as it is."""
         entry = self._shards.write(file, tensor)
-        self.records.append(Record(file, name, {file: entry}, entry.dtype, entry.shape, note=note))
-        return self.records[-1]
+        return Record(file, name, {AS_IT_IS: entry}, entry.dtype, entry.shape, note=note)
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:
@@ -249,9 +283,15 @@ def _finite(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def _plain_linear(module: nn.Module) -> bool:
+def _plain_linear(module: nn.Module | None) -> bool:
     """Whether a loader may put a forward of its own in the place of the module's."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _ignorable(dense: Record, owner: nn.Module | None) -> bool:
+    """Whether `ignore`, which names modules, keeps engines from what a class may reach; a stack is no module's."""
+    matrix = len(dense.shape) == 2 and dense.file.endswith(".weight") and not dense.piece
+    return matrix or len(dense.shape) < 2 or isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
 def _quantized(leaf: Leaf) -> Quantized | Indexed | None:

@@ -79,10 +79,25 @@ def assigned(skeleton: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {keys[0][0]: target for target, keys in sources.items() if target not in converters}
 
 
+def splitting(skeleton: nn.Module, stored: Iterable[str]) -> list[Any]:
+    """The conversions that make these parameters out of several tensors, for a file that has each as one.
+
+    Args:
+        skeleton: the model's structure.
+        stored: their names in the file.
+    """
+    names = assigned(skeleton, stored).values()
+    if not names or not isinstance(skeleton, PreTrainedModel):
+        return []
+    mapping: list[Any] = [c for c in get_model_conversion_mapping(skeleton) if isinstance(c, WeightConverter)]
+    return [c for c in mapping if any(apply_converters(n, [c.reverse_transform()])[1] is not None for n in names)]
+
+
 def written(skeleton: nn.Module, params: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """The same leaves under the names and in the shapes that a checkpoint has for them.
 
-    What is only renamed stays as it is, lazy leaves too. `params` holds whole groups of `joint`.
+    What is only renamed, or was made of a file's tensors and is made into them again, stays as it is there, lazy leaves
+    too. What cannot be cut as the checkpoint has it is given by its values. `params` holds whole groups of `joint`.
     """
     renamed: dict[str, Leaf] = {}
     for group in joint(skeleton, params):
@@ -92,7 +107,8 @@ def written(skeleton: nn.Module, params: Mapping[str, Leaf]) -> dict[str, Leaf]:
         if all(id(tensor) in names for tensor in back.values()):
             renamed |= {file: params[names[id(tensor)]] for file, tensor in back.items()}
         else:
-            renamed |= _split(skeleton, {name: load(params[name]) for name in group})
+            own = {name: params[name] for name in group}
+            renamed |= _as_read(own, back) or _split(skeleton, {name: load(leaf) for name, leaf in own.items()})
     return renamed
 
 
@@ -123,10 +139,11 @@ def joint(skeleton: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
     converters: list[Any] = [
         c.reverse_transform() for c in _conversions(skeleton)[::-1] if isinstance(c, WeightConverter)
     ]
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[int, str], list[str]] = {}
     for name in names:
-        key, pattern = apply_converters(name, converters)
-        groups.setdefault(name if pattern is None else f"{pattern}:{key}", []).append(name)
+        made = (c.rename_source_key(name) for c in converters)
+        found = next(((i, key) for i, (key, pattern) in enumerate(made) if pattern is not None), (-1, name))
+        groups.setdefault(found, []).append(name)
     return [tuple(group) for group in groups.values()]
 
 
@@ -214,11 +231,28 @@ def _apply(
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
+def _as_read(group: Mapping[str, Leaf], back: Mapping[str, Tensor]) -> dict[str, Leaf]:
+    """The leaves in a file that parameters are made of, if those are what is to be written; else nothing.
+
+    Nothing is read then, and what has no common leaf, such as experts of which some are dense, stays what it is.
+    """
+    leaves = [leaf for name, leaf in group.items() if isinstance(leaf, Converted) and leaf.output == name]
+    origins = {tuple((key, id(source)) for key, _, source in leaf.sources) for leaf in leaves}
+    if len(leaves) < len(group) or len(origins) > 1:
+        return {}
+    sources = {key: source for key, _, source in leaves[0].sources}
+    same = {file: t.shape for file, t in back.items()} == {key: source.shape for key, source in sources.items()}
+    return {file: sources[file] for file in back} if same else {}
+
+
 def _split(skeleton: nn.Module, group: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """Sends codes, scales, zero points and masks through the conversion one by one: it only cuts and rearranges."""
     before, *_ = leaves = _alike(list(group.values()))
     rows = list(map(_by_rows, leaves))
-    made = [_reverted(skeleton, dict(zip(group, part, strict=True))) for part in zip(*map(tensors, rows), strict=True)]
+    parts = list(zip(*map(tensors, rows), strict=True))
+    made = [_reverted(skeleton, dict(zip(group, part, strict=True))) for part in parts]
+    if any(t.shape[-1] != part[0].shape[-1] for m, part in zip(made, parts, strict=True) for t in m.values()):
+        return dict(_reverted(skeleton, {name: dense(leaf) for name, leaf in group.items()}))  # columns became rows
     return {name: _by_tiles(with_tensors(rows[0], [m[name] for m in made]), before) for name in made[0]}
 
 
