@@ -49,8 +49,9 @@ class Source(NamedTuple):
         """The leaves with stacks under their own names, in their own orientation."""
         found = dict(leaves)
         for name, turned in self.stacks.items():
-            leaf = found.pop(f"{name}.weight")
-            found[name] = Turned(leaf) if turned else leaf
+            leaf = found.pop(f"{name}.weight", None)
+            if leaf is not None:  # else it was refused
+                found[name] = Turned(leaf) if turned else leaf
         return found
 
 
