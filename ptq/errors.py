@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -52,7 +52,7 @@ class Refusals:
         self.found: dict[str, str] = {}
 
     @contextmanager
-    def __call__(self, *about: str) -> Iterator[None]:
+    def __call__(self, *about: str) -> Generator[None]:
         try:
             yield
         except BadInput as error:

@@ -30,7 +30,7 @@ WEIGHT = (
     "weight_shape",
     "weight_g_idx",
 )
-_SCALES = ("weight_global_scale", "weight_scale")
+SCALES = ("weight_global_scale", "weight_scale")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Stored(Lazy):
         return Sparse(leaf, pruned.mask, pruned.pattern) if self.args.symmetric else leaf
 
     def _leaf(self, tensors: Mapping[str, Tensor]) -> Leaf:
-        for part in (part for part in _SCALES if part in tensors):
+        for part in (part for part in SCALES if part in tensors):
             self._refuse_wrong(part, tensors[part])
         scale = self.parts["weight_scale"]
         leaf = decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
@@ -68,7 +68,7 @@ class Stored(Lazy):
         Raises:
             BadInput: one is not, as the guard lets it.
         """
-        for part in (part for part in _SCALES if part in self.parts):
+        for part in (part for part in SCALES if part in self.parts):
             with guard(self.parts[part].name):
                 self._refuse_wrong(part, dense(self.parts[part]))
 
