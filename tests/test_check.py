@@ -497,6 +497,15 @@ def test_heads_of_keys_are_shared_or_repeated(tmp_path: Path) -> None:
     assert (found.about, found.rule, found.loaders) == ("num_key_value_heads", "heads", VLLM)
 
 
+def test_one_head_of_keys_is_on_every_device(tmp_path: Path) -> None:
+    """Its 8 rows are not cut, though there are 16 devices."""
+    stock(llama_config(hidden_size=128, num_attention_heads=16, num_key_value_heads=1)).save_pretrained(
+        tmp_path / "source"
+    )
+    model = compressed(open_model(tmp_path / "source"), lambda n, shape: channels(*shape) if ".layers." in n else None)
+    assert check(save(model, tmp_path / "out").path, 16) == []
+
+
 # Configs that make no sense
 
 

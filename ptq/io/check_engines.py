@@ -57,12 +57,11 @@ def _one_divisor(survey: Survey, each: FusedSet) -> Iterator[Finding]:
         for entry in (entry for entry in found if entry is not None):
             with survey.refusals(entry.name):
                 values[entry.name] = dense(entry).flatten()
-        first = next(iter(values.values()), None)
-        for name, value in values.items():
-            if first is not None and not torch.equal(value, first):
-                got, want = f"{value.tolist()}", f"{first.tolist()} as the others of {each.name}"
-                yield Finding(name, "fused-global-scale", got, want, VLLM)
-                break
+        first = next(iter(values), "")
+        other = next((name for name, value in values.items() if not torch.equal(value, values[first])), None)
+        if other is not None:
+            want = f"one number for {each.name}"
+            yield Finding(other, "fused-global-scale", f"another number than {first}", want, VLLM)
 
 
 def _whole_blocks(survey: Survey, each: FusedSet) -> Iterator[Finding]:
