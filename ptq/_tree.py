@@ -58,10 +58,14 @@ def tensors(tree: Any) -> Sequence[Any]:
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
+def structure(tree: Any) -> Any:
+    """What a tree is but for its tensors; equal for trees of the same nodes with the same static fields."""
+    return optree.tree_structure(tree, namespace=NAMESPACE)
+
+
 def with_tensors(tree: T, values: Sequence[Any]) -> T:
     """A tree of the same structure with other tensors."""
-    structure: Any = optree.tree_structure(tree, namespace=NAMESPACE)  # type: ignore[arg-type]  # any node is a tree
-    return optree.tree_unflatten(structure, values)  # type: ignore[return-value]  # the same nodes
+    return optree.tree_unflatten(structure(tree), values)  # type: ignore[return-value]  # the same nodes
 
 
 def tree_map(function: Any, tree: Any, *rest: Any) -> Any:

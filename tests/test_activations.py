@@ -40,13 +40,13 @@ UP = "model.layers.0.mlp.up_proj"
 
 
 def asked(directory: Path) -> dict[str, Any]:
-    """What a config asks of activations: six fields of each."""
+    """What a config asks of weights, activations and the cache: six fields of each, and blocks."""
     table = json.loads((directory / "config.json").read_text())["quantization_config"]
     groups = [
-        (set(g["targets"]), *map(g.get, ("input_activations", "output_activations")))
+        (set(g["targets"]), *map(g.get, ("weights", "input_activations", "output_activations")))
         for g in table["config_groups"].values()
     ]
-    fields: Callable[[Any], Any] = lambda args: args and {name: args[name] for name in SIX}  # noqa: E731  # short
+    fields: Callable[[Any], Any] = lambda args: args and {name: args.get(name) for name in (*SIX, "block_structure")}  # noqa: E731
     return {
         "groups": [(targets, *map(fields, args)) for targets, *args in groups],
         "cache": fields(table["kv_cache_scheme"]),
@@ -72,7 +72,10 @@ def changed(
     return path
 
 
-@pytest.mark.parametrize("name", ["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "kv_only_fp8_tensor"])
+MAPS = {"W8A8": 14, "FP8": 14, "FP8_DYNAMIC": 14, "FP8_BLOCK": 14, "kv_only_fp8_tensor": 4}
+
+
+@pytest.mark.parametrize("name", sorted(p.parent.name for p in GOLDEN.glob("*/config.json") if p.parent.name != "base"))
 def test_golden_checkpoints_come_back_as_they_were(name: str, tmp_path: Path) -> None:
     first = load(GOLDEN / name)
     save(first, tmp_path / "again")
@@ -80,7 +83,7 @@ def test_golden_checkpoints_come_back_as_they_were(name: str, tmp_path: Path) ->
     assert asked(tmp_path / "again") == asked(GOLDEN / name)
     second = load(tmp_path / "again")
     assert second.state.maps.keys() == first.state.maps.keys()
-    assert len(first.state.maps) == (4 if name.startswith("kv") else 14)
+    assert len(first.state.maps) == MAPS.get(name, 0)
     save(second, tmp_path / "twice")
     assert same_tensors(tmp_path / "again", tmp_path / "twice")
     configs = [(tmp_path / d / "config.json").read_text() for d in ("again", "twice")]
@@ -152,6 +155,19 @@ def test_zero_points_outputs_and_attention_are_kept(tmp_path: Path) -> None:
     save(model, tmp_path / "again")
     assert same_tensors(source, tmp_path / "again")
     assert asked(tmp_path / "again") == asked(source)
+
+
+@pytest.mark.parametrize("letter", ["k", "v"])
+def test_one_scale_of_a_cache_without_the_other_is_refused(letter: str, tmp_path: Path) -> None:
+    """Engines would take 1 for it; attention that has neither, such as over an image, has no cache."""
+    source = changed(
+        GOLDEN / "kv_only_fp8_tensor", tmp_path / "half", {}, lambda _: None, f"0.self_attn.{letter}_scale"
+    )
+    with pytest.raises(BadInput, match=rf"half: no tensor {ATTENTION}\.{letter}_scale; its config asks for it"):
+        load(source)
+    neither = changed(source, tmp_path / "neither", {}, lambda _: None, ".layers.0.self_attn.v_scale")
+    neither = changed(neither, tmp_path / "none", {}, lambda _: None, ".layers.0.self_attn.k_scale")
+    assert set(load(neither).state.maps) == {"model.layers.1.self_attn@k", "model.layers.1.self_attn@v"}
 
 
 @pytest.mark.parametrize("spelling", ["k_proj.output_scale", "k_proj.k_scale", "kv_scale"])
@@ -229,17 +245,18 @@ def mapped(tiny_llama: Path) -> Model:
     only = lambda name, shape: quantized(*shape, grid=Int(8), tiles="channel") if name == f"{UP}.weight" else None  # noqa: E731  # short
     model = compressed(load(tiny_llama), only)
     static = StaticQuant(torch.tensor([0.5]), None, Int(8))
-    places = {f"{UP}.weight": static, "model.layers.1.mlp.up_proj.weight": TOKEN, f"{ATTENTION}@k": static}
+    cache = {f"{ATTENTION}@k": static, f"{ATTENTION}@v": static}
+    places = {f"{UP}.weight": static, "model.layers.1.mlp.up_proj.weight": TOKEN, **cache}
     return Model(model.module, State(model.params, {k: (m,) for k, m in places.items()}), model.aliases, model.config)
 
 
 def test_a_weight_that_changes_loses_its_maps(mapped: Model, tmp_path: Path) -> None:
     recipe = rtn(scheme("W4A16", group_size=32))
     run = compress(mapped, None, targets("re:.*layers.1.*", recipe))
-    assert set(run.model.state.maps) == {f"{UP}.weight", f"{ATTENTION}@k"}
+    assert set(run.model.state.maps) == {f"{UP}.weight", f"{ATTENTION}@k", f"{ATTENTION}@v"}
     save(compress(mapped, None, targets("re:.*layers.1.*", recipe)), tmp_path / "out")
     back = load(tmp_path / "out")
-    assert set(back.state.maps) == {f"{UP}.weight", f"{ATTENTION}@k"}
+    assert set(back.state.maps) == {f"{UP}.weight", f"{ATTENTION}@k", f"{ATTENTION}@v"}
     assert torch.equal(dense(back.params[f"{UP}.weight"]), dense(mapped.params[f"{UP}.weight"]))
 
 
@@ -262,7 +279,7 @@ def test_one_scheme_for_the_cache(tmp_path: Path) -> None:
 
 def test_records_survive_their_journal() -> None:
     args = Args("float-quantized", 8, "float", True, "block", block=(4, 8))
-    entry = {"m.input_scale": Entry(0, "F32", [1], 0, 4)}
+    entry = {"input_scale": Entry(0, "F32", [1], 0, 4)}
     made = Record("m.weight", "m.weight", entry, "F32", [8, 8], args, activations={"input": arguments(TOKEN)})
     back = record(json.loads(json.dumps(made)))
     assert back == made

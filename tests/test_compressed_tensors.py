@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from checkpoints import CASES, GOLDEN, golden, quantized, same_bits
 from ptq.errors import BadInput
 from ptq.io.compressed_tensors import Stored, collected, zeroed
-from ptq.io.layouts import arguments, encoded, frozen
+from ptq.io.frozen import frozen
+from ptq.io.layouts import arguments, encoded
 from ptq.io.quantization_config import Args, Quantizers, dump, parse
 from ptq.io.safetensors import headers
 from ptq.numerics.fits import quantize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoints import same_bits
 from conftest import llama_config, stock
 from ptq.base import targets
 from ptq.errors import BadInput
@@ -20,8 +22,10 @@ from ptq.io.compressed_tensors import Stored
 from ptq.io.hub import load
 from ptq.io.safetensors import OnDisk
 from ptq.io.save import save
+from ptq.io.survey import ERROR, EVERY
 from ptq.models.model import Model
-from ptq.numerics.leaves import compressed, dense
+from ptq.numerics.lazy import load as load_leaf
+from ptq.numerics.leaves import Quantized, compressed, dense
 from ptq.numerics.maps import FakeQuant, StaticQuant
 from ptq.numerics.schemes import scheme
 from ptq.pipeline.evaluate import perplexity
@@ -117,6 +121,22 @@ def qwen3_config() -> Any:
     return Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 
 
+def moe_config() -> Any:
+    from transformers import Qwen3MoeConfig
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2}
+    return Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=32)
+
+
+def llama4_config() -> Any:
+    from transformers import Llama4TextConfig
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "interleave_moe_layer_step": 1}
+    return Llama4TextConfig(**sizes, **heads, intermediate_size_mlp=64, num_experts_per_tok=1)
+
+
 def gpt_oss_config() -> Any:
     from transformers import GptOssConfig
 
@@ -210,6 +230,31 @@ def test_stacks_of_experts_in_float8(block: int | None, tmp_path: Path) -> None:
     model = load(source)
     assert isinstance(model.params[f"{experts}.down_proj"], Stored)
     agrees(model, reference)
+    save(model, tmp_path / "out")
+    assert load_file(tmp_path / "out" / WEIGHTS)[f"{experts}.2.up_proj.weight"].dtype == torch.float8_e4m3fn
+    agrees(load(tmp_path / "out"), reference)
+
+
+@pytest.mark.parametrize("block", [128, 32])
+@pytest.mark.parametrize("said", [{"quant_method": "fp8"}, {"quant_method": "fp8", "activation_scheme": "dynamic"}])
+def test_blocks_that_no_config_tells_are_told_by_shapes(said: dict[str, Any], block: int, tmp_path: Path) -> None:
+    """Of 136 rows two scales could be halves of 68: sides are powers of two, 128 among them, transformers' own."""
+    encode = linears(lambda name, w: in_fp8_blocks(name, w, block))
+    source, reference = rewritten(deepseek_config(), tmp_path, encode, said)
+    model = load(source)
+    agrees(model, reference)
+    assert {found.group_size for (found,) in model.state.maps.values()} == ({block} if len(said) > 1 else set())
+    stored = [leaf for leaf in model.params.values() if isinstance(leaf, Stored)]
+    assert {leaf.args.block for leaf in stored} == {(block, block)}
+
+
+@pytest.mark.parametrize(("said", "block"), [({}, 96), ({}, 68), ({"weight_block_size": None}, 128)])
+def test_blocks_that_shapes_leave_open_are_refused(said: dict[str, Any], block: int, tmp_path: Path) -> None:
+    """264 rows are three blocks of 96, 136 columns two: no power of two gives both."""
+    encode = linears(lambda name, w: in_fp8_blocks(name, w, block))
+    source, _ = rewritten(deepseek_config(), tmp_path, encode, {"quant_method": "fp8", **said})
+    with pytest.raises(BadInput, match=r"_scale_inv: got \(\d, \d\) for .*; set weight_block_size in config"):
+        load(source)
 
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -274,6 +319,107 @@ def test_nvfp4_of_modelopt(beside: bool, tmp_path: Path) -> None:
     again = load(tmp_path / "out")
     agrees(again, reference)
     assert again.state.maps.keys() == model.state.maps.keys()
+
+
+def nvfp4_experts(name: str, w: Tensor) -> Written | None:
+    """Each expert with its own divisors, those of its input too."""
+    return nvfp4_with_inputs(name, w) if ".experts." in name else None
+
+
+def test_experts_of_modelopt_become_experts_of_compressed_tensors(tmp_path: Path) -> None:
+    source, reference = rewritten(moe_config(), tmp_path, nvfp4_experts, MODELOPT)
+    model = load(source)
+    agrees(model, reference)
+    stack = load_leaf(model.params["model.layers.1.mlp.experts.down_proj"])
+    assert isinstance(stack, Quantized)
+    save(model, tmp_path / "out", format="nvfp4-pack-quantized")
+    before, after = (load_file(d / WEIGHTS) for d in (source, tmp_path / "out"))
+    for name in (n.removesuffix("_scale_2") for n in before if n.endswith("weight_scale_2")):
+        module = name.removesuffix(".weight")
+        assert same_bits(after[f"{module}.weight_packed"], before[name])
+        assert same_bits(after[f"{module}.weight_scale"], before[f"{name}_scale"])
+        assert same_bits(after[f"{module}.weight_global_scale"], before[f"{name}_scale_2"].reciprocal()[None])
+        assert after[f"{module}.input_global_scale"].tolist() == [4.0]
+    agrees(load(tmp_path / "out"), reference)
+    assert not [each for each in check(tmp_path / "out") if each.loaders == EVERY]
+
+
+def nvfp4_stacks(down: bool, one: bool) -> Callable[[str, Tensor], Written | None]:
+    """Stacks as ModelOpt leaves them, with pairs along the rows or down the columns, and one divisor or one each."""
+
+    def encode(name: str, w: Tensor) -> Written | None:
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return None
+        made = [in_nvfp4("w.weight", e) for e in w.mT]
+        divisors = torch.stack([parts["w.weight_scale_2"] for parts, _ in made])
+        if one:
+            made = [made[0]] * len(made)
+        parts = {part: torch.stack([t[f"w.{part}"] for t, _ in made]) for part in ("weight", "weight_scale")}
+        turned = {part: t.mT.contiguous() if down else t for part, t in parts.items()}
+        beside = {f"{name}_weight_scale": turned["weight_scale"], f"{name}_input_scale": torch.tensor(0.25)}
+        beside[f"{name}_weight_scale_2"] = divisors[0] if one else divisors
+        return {name: turned["weight"], **beside}, torch.stack([value for _, value in made]).mT
+
+    return encode
+
+
+@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize("method", ["llama 4", "gpt-oss"])
+def test_stacks_of_modelopt(method: str, one: bool, tmp_path: Path) -> None:
+    config = {"llama 4": llama4_config, "gpt-oss": gpt_oss_config}[method]()
+    source, reference = rewritten(config, tmp_path, nvfp4_stacks(method == "llama 4", one), MODELOPT)
+    model = load(source)
+    agrees(model, reference)
+    names = [n for n in model.params if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(names) == 4
+    for name in names:
+        assert compressed(model.params[name])
+        assert model.state.maps[name][0].divisor.tolist() == [4.0]
+    saved = save(model, tmp_path / "out", format="nvfp4-pack-quantized")
+    assert set(names) <= saved.notes.keys()
+    assert all("keeps these experts in one tensor" in saved.notes[name] for name in names)
+    agrees(load(tmp_path / "out"), reference)
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "modelopt"])
+def test_stacks_whose_experts_have_names_are_written_one_by_one(method: str, tmp_path: Path) -> None:
+    """By rows of outputs, as the model has them too; loaders know each expert by a name of its own."""
+    source, reference = rewritten(moe_config(), tmp_path, lambda *_: None, MXFP4 if method == "mxfp4" else MODELOPT)
+    tensors = {n: t for n, t in load_file(source / WEIGHTS).items() if ".experts." not in n}
+    for name, w in reference.named_parameters():
+        if ".experts." in name:
+            encode = in_mxfp4 if method == "mxfp4" else nvfp4_stacks(down=False, one=False)
+            parts, value = encode(name, w.detach().mT)  # type: ignore[misc]  # of a stack it is something
+            tensors |= parts
+            w.data.copy_(value.mT)
+    save_file(tensors, source / WEIGHTS, metadata={"format": "pt"})
+    form = {"mxfp4": "mxfp4-pack-quantized", "modelopt": "nvfp4-pack-quantized"}[method]
+    saved = save(load(source), tmp_path / "out", format=form)
+    rules = set() if method == "mxfp4" else {"experts"}  # transformers reads NVFP4 experts without their divisors
+    assert {note.split(": ")[1] for note in saved.notes.values()} == rules
+    packed = [n for n in load_file(tmp_path / "out" / WEIGHTS) if n.endswith("weight_packed")]
+    assert len(packed) == 2 * 3 * 3
+    assert all(re.search(r"experts\.\d\.(gate|up|down)_proj\.weight_packed$", n) for n in packed)
+    assert {each.rule for each in check(tmp_path / "out") if each.severity == ERROR} == rules
+    agrees(load(tmp_path / "out"), reference)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("_weight_scale", None, "no tensor {}_weight_scale, which torch.uint8 needs"),
+        ("_weight_scale_2", None, "no tensor {}_weight_scale_2, which torch.uint8 needs"),
+        ("_weight_scale_2", torch.ones(3), r"{}_weight_scale_2: got torch.float32 \(3,\), expected floating \(4,\)"),
+        ("_input_scale", torch.ones(4), r"{}_input_scale: got torch.float32 \(4,\), expected one float"),
+    ],
+)
+def test_parts_of_stacks_that_do_not_fit_are_named(part: str, change: Any, message: str, tmp_path: Path) -> None:
+    name = "model.layers.0.feed_forward.experts.down_proj"
+    source, _ = rewritten(llama4_config(), tmp_path, nvfp4_stacks(down=True, one=True), MODELOPT)
+    tensors = {**load_file(source / WEIGHTS), f"{name}{part}": change}
+    save_file({n: t for n, t in tensors.items() if t is not None}, source / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=message.format(re.escape(name))):
+        load(source)
 
 
 def test_float8_of_modelopt(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from checkpoints import quantized
 from conftest import CONFIGS, llama_config, stock
@@ -154,6 +155,33 @@ def test_experts_of_which_some_are_dense_are_dense_in_memory() -> None:
     assert isinstance(whole.load(), torch.Tensor)
     assert torch.equal(dense(whole)[1], torch.ones(32, 16))
     assert torch.equal(dense(whole)[2], dense(take(leaf, 2)))
+
+
+def test_what_is_untouched_is_written_as_it_was_read() -> None:
+    model = stock(qwen3_moe(experts=4))
+    skeleton = from_config(type(model), model.config, torch.float32)
+    names = [f"model.layers.{i}.mlp.experts.gate_up_proj" for i in range(2)]
+    pieces = written(skeleton, {name: quantized(4, 32, 32) for name in names})
+    pieces["model.layers.0.mlp.experts.1.up_proj.weight"] = torch.ones(16, 32)
+    reading = read(skeleton, pieces)
+    remember_conversions(skeleton, reading.conversions)
+    back = written(skeleton, reading.leaves)
+    assert back.keys() == pieces.keys()
+    assert all(back[file] is leaf for file, leaf in pieces.items())
+    # Under another name the same leaf is another parameter.
+    swapped = written(skeleton, dict(zip(names, (reading.leaves[n] for n in reversed(names)), strict=True)))
+    for file in (file for file in pieces if ".layers.0." in file):
+        assert torch.equal(dense(swapped[file]), dense(pieces[file.replace("layers.0", "layers.1")]))
+
+
+def test_columns_that_a_file_has_as_rows_are_written_with_their_values() -> None:
+    model = stock(qwen3_moe(experts=4))
+    skeleton = from_config(type(model), model.config, torch.float32)
+    name = "model.layers.0.mlp.experts.down_proj"
+    remember_conversions(skeleton, [WeightConverter(r"\.kept_proj", r"\.down_proj", [Transpose(1, 2)])])
+    leaf = quantized(4, 32, 32)
+    (piece,) = written(skeleton, {name: leaf}).values()
+    assert torch.equal(dense(piece), dense(leaf).mT)
 
 
 def test_a_body_without_the_prefix_of_the_whole_is_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,6 +42,8 @@ def test_nothing_compressed_has_no_bits_per_weight() -> None:
         (quantized(8, 2, bits=3), "int3 per group 32"),
         (quantized(8, 4, zero=True), "int4 per group 16, zero points"),
         (Transposed(quantized(8, 2)), "int4 per group 32"),
+        (replace(quantized(8, 1), tile=(1, 64)), "int4 per group 64"),
+        (replace(quantized(2, 2), tile=(4, 32)), "int4 per block 4 x 32"),
         (Sparse(torch.ones(2, 4), torch.ones(2, 4).bool(), NM(2, 4)), "float32, 2 of 4 sparse"),
         (Sparse(quantized(8, 1), torch.ones(8, 64).bool(), Unstructured(0.5)), "int4 per channel, unstructured sparse"),
         (

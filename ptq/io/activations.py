@@ -140,16 +140,22 @@ def _attention_maps(
     found: Maps = {}
     for path, stored in _attentions(skeleton, reading):
         inputs = config.quantizers(stored, [c.__name__ for c in type(skeleton.get_submodule(path)).__mro__]).inputs
-        for letter, args in (("q", inputs), ("k", inputs or config.cache), ("v", inputs or config.cache)):
-            if args is None:
-                continue
-            spellings = [f"{stored}.{part}" for part in _CACHE.get(letter, (f"{letter}_scale",))]
-            held = next((s.removesuffix("_scale") for s in spellings if s in entries), None)
-            if held is not None or args.dynamic:  # what has no scale is not cached: attention over an image
-                prefix = held or f"{stored}.{letter}"
+        wanted = {"q": inputs, "k": inputs or config.cache, "v": inputs or config.cache}
+        held = {letter: _held(entries, stored, letter) for letter, args in wanted.items() if args is not None}
+        for letter, known in held.items():
+            args = wanted[letter]
+            # Where none has a scale nothing is cached: attention over an image.
+            if any(held.values()) or (args is not None and args.dynamic):
+                prefix = known or f"{stored}.{letter}"
                 with guard(f"{prefix}_scale"):
                     found[f"{path}@{letter}"] = (_map(entries, prefix, args, where),)
     return found
+
+
+def _held(entries: Mapping[str, OnDisk], stored: str, letter: str) -> str | None:
+    """The prefix of the tensors of an attention module's queries, keys or values, if they are there."""
+    spellings = (f"{stored}.{part}" for part in _CACHE.get(letter, (f"{letter}_scale",)))
+    return next((name.removesuffix("_scale") for name in spellings if name in entries), None)
 
 
 def _attentions(skeleton: nn.Module, reading: Reading) -> Iterator[tuple[str, str]]:

@@ -32,7 +32,8 @@ def config_findings(survey: Survey, tp: int) -> Iterator[Finding]:
     sparsity: Any = table.get("sparsity_config") or {}
     pruned = sparsity.get("targets") if isinstance(sparsity, dict) else sparsity
     if pruned:
-        yield Finding("sparsity_config.targets", "sparsity", repr(pruned), "nothing", VLLM)
+        got = f"{len(pruned)} names or patterns" if isinstance(pruned, list) else repr(pruned)
+        yield Finding("sparsity_config.targets", "sparsity", got, "nothing", VLLM)
     yield from _cache(config)
     yield from _transforms(config, tp)
     yield from _formats(table, groups)

@@ -60,7 +60,7 @@ def _one_divisor(survey: Survey, each: FusedSet) -> Iterator[Finding]:
         first = next(iter(values), "")
         other = next((name for name, value in values.items() if not torch.equal(value, values[first])), None)
         if other is not None:
-            want = f"one number for {each.name}"
+            want = f"one number for {each.name}: one target for all"
             yield Finding(other, "fused-global-scale", f"another number than {first}", want, VLLM)
 
 

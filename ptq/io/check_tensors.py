@@ -70,7 +70,7 @@ def _rank(module: Module, args: Args, part: str, need: Part) -> Iterator[Finding
 def _beside_dense(module: Module) -> Iterator[Finding]:
     for part in module.parts.keys() - {"weight", *ACTIVATIONS}:
         yield _extra(module, part, "its weight is dense")
-    if module.given.weights is not None:
+    if module.given.weights is not None and module.given.weights.format in LAYOUTS:
         want = f"{module.given.weights.format}, or the module in ignore"
         yield Finding(module.tensor("weight"), "not-compressed", "a dense weight", want, BOTH)
 
@@ -104,8 +104,8 @@ def value_findings(survey: Survey, weights: bool) -> Iterator[Finding]:
     """
     scales: set[str] = set()
     for module in survey.modules.values():
-        if module.stored is not None:
-            module.stored.check_scales(survey.refusals)
+        if module.rounded is not None:
+            module.rounded.check_scales(survey.refusals)
             scales |= {module.parts[part].name for part in SCALES if part in module.parts}
     for name, entry in survey.entries.items():
         if weights and entry.dtype.is_floating_point and not {name, entry.name} & {*survey.buffers, *scales}:

@@ -13,7 +13,9 @@ from torch import Tensor
 from ptq.errors import BadInput, Guard, at_once
 from ptq.io.activations import PARTS
 from ptq.io.bitmask import Masked
-from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of, inferred
+from ptq.io.frozen import held, needed, thawed
+from ptq.io.inference import inferred
+from ptq.io.layouts import LAYOUTS, Part, decoded, expected, fits, grid_of
 from ptq.io.quantization_config import Args, Config, parse
 from ptq.io.safetensors import OnDisk, positive, sizes
 from ptq.numerics.indexed import Indexed, simplest
@@ -44,6 +46,13 @@ class Stored(Lazy):
     """whether packed codes may cross words"""
     dtype: torch.dtype
     shape: torch.Size
+    frozen: bool = False
+    """whether `weight` has the floats that codes stand for; `args` is then in the format that would hold the codes"""
+
+    @property
+    def form(self) -> str | None:
+        """The format that it came in."""
+        return "frozen" if self.frozen else self.args.format
 
     def load(self) -> Leaf:
         tensors: dict[str, Any] = {part: entry.load() for part, entry in self.parts.items() if part != "weight_shape"}
@@ -58,6 +67,9 @@ class Stored(Lazy):
         for part in (part for part in SCALES if part in tensors):
             self._refuse_wrong(part, tensors[part])
         scale = self.parts["weight_scale"]
+        if self.frozen:
+            raw = self.parts["weight"]
+            return thawed(tensors, self.args, f"{raw.file}: {raw.name}")
         leaf = decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
         leaf = validate(leaf, f"{scale.file}: {scale.name}")  # the quotient of two good numbers may be none
         return self._ordered(leaf, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else leaf
@@ -128,7 +140,9 @@ def collected(
     for module, parts in modules.items():
         name = f"{module}.weight" if module else "weight"
         with guard(name):
-            leaves[name] = _stored(name, parts, config, classes, dtype, where)
+            leaf = _stored(name, parts, config, classes, dtype, where)
+            owner = name.removesuffix("weight")
+            leaves |= {f"{owner}{part}": entry for part, entry in parts.items()} if leaf is None else {name: leaf}
     return leaves
 
 
@@ -161,17 +175,23 @@ def _stored(
     classes: Callable[[str], Sequence[str]],
     dtype: torch.dtype,
     where: Path,
-) -> Leaf:
-    raw = parts.get("weight_packed") or parts.get("weight")
-    if raw is None:
+) -> Leaf | None:
+    """The leaf that tensors make, or None where they are what they are: no compressed weight."""
+    raw, given = parts.get("weight_packed") or parts.get("weight"), config.args(name.rpartition(".")[0], classes(name))
+    if raw is None and config.groups:
         raise BadInput(f"{where}: {name}: there is {', '.join(sorted(parts))} but no weight; download or copy it again")
-    if "weight_packed" not in parts and (not config.packed or "weight_scale" not in parts):
-        return raw
+    if raw is None or (
+        "weight_packed" not in parts and ("weight_scale" not in parts or (_floats(raw) and given is None))
+    ):
+        return None
     if "weight_scale" not in parts:
         raise BadInput(f"{where}: no tensor {name}_scale; download or copy it again")
+    frozen = None if given is None else held(parts, given, config.packed)
+    if frozen is not None:
+        return _checked(Stored(parts, frozen, True, raw.dtype, raw.shape, frozen=True), name, where)
     told = parts.get("weight_shape")
     shape = sizes(told, len(raw.shape)) if isinstance(told, OnDisk) else None
-    args = _args(name, parts, shape, config.args(name.rpartition(".")[0], classes(name)), where)
+    args = _args(name, parts, shape, given, where)
     packing = LAYOUTS[str(args.format)].packing
     if packing == "words" and shape is None:
         raise BadInput(f"{where}: no tensor {name}_shape; download or copy it again")
@@ -179,6 +199,10 @@ def _stored(
         shape = torch.Size((*raw.shape[:-1], raw.shape[-1] * 8 // args.bits)) if packing else raw.shape
     straddle = packing != "words" or _straddles(raw, shape, args, config)
     return _checked(Stored(parts, args, straddle, dtype, shape), name, where)
+
+
+def _floats(tensor: OnDisk | Masked) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
 
 
 def _args(
@@ -213,16 +237,16 @@ def _straddles(raw: OnDisk | Masked, shape: torch.Size, args: Args, config: Conf
 def _checked(leaf: Stored, name: str, where: Path) -> Stored:
     """The leaf, if its tensors have the shapes and types that its scheme says, by their headers."""
     if len(leaf.shape) < 2:
-        raw = leaf.parts[LAYOUTS[str(leaf.args.format)].weight]
+        raw = leaf.parts.get("weight_packed") or leaf.parts["weight"]
         raise BadInput(f"{raw.file}: {raw.name}: got {raw.dtype} {tuple(raw.shape)}, expected a matrix")
     try:
-        needed = expected(leaf.args, leaf.shape, leaf.straddle)
+        wanted = needed(leaf.args, leaf.shape) if leaf.frozen else expected(leaf.args, leaf.shape, leaf.straddle)
     except BadInput as error:
         raise BadInput(f"{where}: {name}: {error}") from None
     how = f"strategy {leaf.args.strategy} {leaf.args.group_size or leaf.args.block or ''}".rstrip()
     if "weight_g_idx" in leaf.parts:
-        needed["weight_g_idx"] = Part((leaf.shape[-1],), [torch.int32, torch.int64])
-    for part, need in needed.items():
+        wanted["weight_g_idx"] = Part((leaf.shape[-1],), [torch.int32, torch.int64])
+    for part, need in wanted.items():
         if part not in leaf.parts:
             raise BadInput(f"{where}: no tensor {name.removesuffix('weight')}{part}; its config asks for it ({how})")
         got = leaf.parts[part]

@@ -22,7 +22,7 @@ from ptq.io.files import read_json
 from ptq.io.foreign import Source, quantization_of, translated
 from ptq.io.quantization_config import KEYS, Config, parse
 from ptq.io.safetensors import OnDisk, headers
-from ptq.models.naming import Reading, assigned, names_in_files, read
+from ptq.models.naming import Reading, assigned, names_in_files, read, splitting
 from ptq.models.skeleton import aliases, checkpoint_dtype, remember_conversions
 from ptq.numerics.leaves import Leaf, dense
 
@@ -70,7 +70,8 @@ def contents(where: Path, source: Source, skeleton: nn.Module, guard: Guard = at
     entries = bitmask.joined(source.entries, where)
     stored = joined(skeleton, source, checkpoint_dtype(source.entries.values()), where, guard)
     reading = read(skeleton, stored)
-    remember_conversions(skeleton, reading.conversions)
+    # Loaders know compressed experts one by one, wherever a file stacked them.
+    remember_conversions(skeleton, [*reading.conversions, *splitting(skeleton, source.stacks)])
     params, tied = _parameters(skeleton, stored, reading, where, guard)
     kinds = classes_of(skeleton, source.entries)
     maps = read_maps(skeleton, reading, source.entries, config, kinds, where, guard) if config else {}
@@ -85,7 +86,19 @@ def joined(
     if source.quantization is None:
         return parts
     kinds = classes_of(skeleton, parts)
-    return source.restored(collected(parts, source.quantization, kinds, dtype, where, guard))
+    leaves = collected(parts, source.quantization, kinds, dtype, where, guard)
+    return source.restored(leaves, _transposed(skeleton, source.stacks))
+
+
+def _transposed(skeleton: nn.Module, stacks: Iterable[str]) -> Callable[[str], bool]:
+    """Whether the model multiplies by a stack of experts as it is, `[e, in, out]`: transformers marks their modules."""
+    names = assigned(skeleton, stacks)
+
+    def turned(stack: str) -> bool:
+        owner = skeleton.get_submodule(names[stack].rpartition(".")[0]) if stack in names else None
+        return bool(getattr(owner, "is_transposed", False))
+
+    return turned
 
 
 def classes_of(skeleton: nn.Module, entries: Iterable[str]) -> Callable[[str], Sequence[str]]:

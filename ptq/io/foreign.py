@@ -6,6 +6,8 @@
     modelopt  weight uint8, weight_scale float8, weight_scale_2    weight_packed, weight_scale and, upside down,
                                                                    weight_global_scale: nvfp4-pack-quantized
               weight float8, weight_scale                          float-quantized
+              <stack> [e, out, in / 2] or [e, in / 2, out],        as those of a weight
+              <stack>_weight_scale, <stack>_weight_scale_2
 
 A stack of experts is a parameter of its own name, `<experts>.gate_up_proj`; here it is that module's weight until its
 leaf is made. Nothing is read, and no value is changed, but for NVFP4's global scales, which this side divides by.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +26,17 @@ from torch import Tensor
 
 from ptq.errors import BadInput
 from ptq.io.files import read_json
+from ptq.io.inference import SQUARES, by_shape
+from ptq.io.quantization_config import Args
 from ptq.io.safetensors import OnDisk, positive
 from ptq.numerics.lazy import Lazy, load
 from ptq.numerics.leaves import Leaf, Transposed, compressed, nbytes
+from ptq.numerics.tiles import fits
 
 MODELOPT_CONFIG = "hf_quant_config.json"
 _ALGORITHMS = ("NVFP4", "FP8", "MIXED_PRECISION")
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+_ARGS = Args("float-quantized", 8, "float", True, "tensor")
 _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _LOCAL = {**_NVFP4, "dynamic": "local", "scale_dtype": "torch.float8_e4m3fn"}
 _MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
@@ -42,16 +48,21 @@ class Source(NamedTuple):
     entries: Mapping[str, OnDisk]
     quantization: Any
     """its `quantization_config`, None where it is dense"""
-    stacks: Mapping[str, bool] = {}
-    """parameters that are no module's `weight` -> whether the model has them as (in, out)"""
+    stacks: Mapping[str, bool | None] = {}
+    """parameters that are no module's `weight` -> whether the model has them as (in, out); None: it tells"""
 
-    def restored(self, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-        """The leaves with stacks under their own names, in their own orientation."""
+    def restored(self, leaves: Mapping[str, Leaf], turned: Callable[[str], bool]) -> dict[str, Leaf]:
+        """The leaves with stacks under their own names, in their own orientation.
+
+        Args:
+            leaves: by their names in the file.
+            turned: whether the model has a stack as (in, out).
+        """
         found = dict(leaves)
-        for name, turned in self.stacks.items():
+        for name, told in self.stacks.items():
             leaf = found.pop(f"{name}.weight", None)
             if leaf is not None:  # else it was refused
-                found[name] = Turned(leaf) if turned else leaf
+                found[name] = Turned(leaf) if (turned(name) if told is None else told) else leaf
         return found
 
 
@@ -60,8 +71,7 @@ class Turned(Lazy):
 
     def __init__(self, leaf: Lazy) -> None:
         self.leaf, self.dtype = leaf, leaf.dtype
-        *e, rows, columns = leaf.shape
-        self.shape = torch.Size((*e, columns, rows))
+        self.shape = _swapped(leaf.shape)
 
     def load(self) -> Transposed:
         return Transposed(load(self.leaf))
@@ -79,10 +89,29 @@ def _(leaf: Turned) -> int:
 
 @dataclass(frozen=True)
 class Reciprocal(OnDisk):
-    """One over a tensor of a file."""
+    """One over a tensor of a file, or over its only number for each expert of a stack."""
+
+    stored: torch.Size
 
     def load(self) -> Tensor:
-        return positive(self, super().load().float()).reciprocal()
+        return positive(self, _stored(self, self.stored).load().float()).reciprocal().expand(self.shape).contiguous()
+
+
+@dataclass(frozen=True)
+class Swapped(OnDisk):
+    """A tensor of a file with its last two dimensions the other way round."""
+
+    def load(self) -> Tensor:
+        return _stored(self, _swapped(self.shape)).load().mT.contiguous()
+
+
+def _stored(entry: OnDisk, shape: torch.Size) -> OnDisk:
+    return OnDisk(entry.file, entry.name, entry.dtype, shape, entry.offset)
+
+
+def _swapped(shape: torch.Size) -> torch.Size:
+    *e, rows, columns = shape
+    return torch.Size((*e, columns, rows))
 
 
 def quantization_of(given: Sequence[Any], where: Path) -> Any:
@@ -140,7 +169,8 @@ class _Weight(NamedTuple):
     form: str
     args: Mapping[str, Any]
     inputs: Mapping[str, Any] | None = None
-    turned: bool = False
+    turned: bool | None = False
+    """whether it is (out, in) here and (in, out) in the model; None: the model tells"""
 
     @property
     def module(self) -> str:
@@ -149,36 +179,53 @@ class _Weight(NamedTuple):
 
 def _fp8(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Path) -> Iterator[_Weight]:
     """Fine-grained float8, of DeepSeek and others."""
-    scheme, block = table.get("activation_scheme"), table.get("weight_block_size")
+    scheme, found = table.get("activation_scheme"), dict(_float8(entries))
     if scheme not in (None, "dynamic", "static"):
         raise BadInput(f"{where}: activation_scheme {scheme!r} is not read; expected dynamic or static")
+    silent = "weight_block_size" not in table  # null says that there are no blocks
+    block = _common_block(found.values()) if silent else table["weight_block_size"]
     grouped = {"strategy": "group", "group_size": block[1]} if block else {"strategy": "token"}
     inputs = {"dynamic": {**_FP8, **grouped, "dynamic": True}, "static": _FP8}.get(str(scheme))
-    for name, weight in entries.items():
-        if weight.dtype != torch.float8_e4m3fn:
-            continue
-        module, scale = name.removesuffix(".weight"), _first(entries, f"{name}_scale_inv", f"{name}_scale")
-        if scale is None:
-            raise BadInput(f"{weight.file}: no tensor {name}_scale_inv, which float8 needs; download or copy it again")
+    for name, (weight, scale) in found.items():
+        module = name.removesuffix(".weight")
         known = _first(entries, f"{module}.input_scale", f"{module}.activation_scale", f"{module}_activation_scale")
         parts = {"weight": weight, "weight_scale": scale, **({"input_scale": known} if known else {})}
-        args = _fp8_args(weight, scale, block)
+        args = _fp8_args(weight, scale, block, SQUARES if silent else ())
         yield _Weight(name, parts, "float-quantized", args, _FP8 if known else inputs)
 
 
-def _fp8_args(weight: OnDisk, scale: OnDisk, block: Any = None) -> dict[str, Any]:
-    """By the config where there is more than one number; stacks may have one for each half of their rows."""
-    if scale.shape.numel() == 1 and len(scale.shape) < 2:
-        return _FP8
-    (rows, columns), (a, b) = weight.shape[-2:], (*scale.shape, 1, 1)[len(weight.shape) - 2 :][:2]
-    if block or (a, b) not in ((1, 1), (rows, 1)):
-        block = block or [-(-rows // max(a, 1)), -(-columns // max(b, 1))]
+def _float8(entries: Mapping[str, OnDisk]) -> Iterator[tuple[str, tuple[OnDisk, OnDisk]]]:
+    """Weights with their scales."""
+    for name, weight in entries.items():
+        if weight.dtype == torch.float8_e4m3fn:
+            scale = _first(entries, f"{name}_scale_inv", f"{name}_scale")
+            if scale is None:
+                need = f"no tensor {name}_scale_inv, which float8 needs; download or copy it again"
+                raise BadInput(f"{weight.file}: {need}")
+            yield name, (weight, scale)
+
+
+def _common_block(weights: Iterable[tuple[OnDisk, OnDisk]]) -> tuple[int, int] | None:
+    """The only sides that all scales agree with: narrow weights, which have one, are in blocks where others are."""
+    shapes = [(w.shape[-2:], scale.shape[-2:]) for w, scale in weights if len(scale.shape) > 1]
+    sides = [side for side in SQUARES if all(fits(tiles, shape, (side, side)) for shape, tiles in shapes)]
+    return (sides[0], sides[0]) if len(sides) == 1 else None
+
+
+def _fp8_args(weight: OnDisk, scale: OnDisk, block: Any = None, sides: Sequence[int] = SQUARES) -> dict[str, Any]:
+    """By the config where that says rows and columns and there is more than one number, else by what shapes tell."""
+    if block and (scale.shape.numel() > 1 or len(scale.shape) > 1):
         return {**_FP8, "strategy": "block", "block_structure": list(block)}
-    return _FP8 if (a, b) == (1, 1) else {**_FP8, "strategy": "channel"}
+    told = by_shape(_ARGS, weight.shape, scale.shape, sides)
+    if told is None:
+        got = f"got {tuple(scale.shape)} for {tuple(weight.shape)}, from which no sides of blocks can be told"
+        raise BadInput(f"{scale.file}: {scale.name}: {got}; set weight_block_size in config.json")
+    size = {"block_structure": list(told.block)} if told.block else {}
+    return {**_FP8, "strategy": told.strategy, "group_size": told.group_size, **size}
 
 
 def _mxfp4(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Path) -> Iterator[_Weight]:
-    """The stacks of gpt-oss: written by rows of outputs, while the model multiplies by `[e, in, out]`."""
+    """The stacks of gpt-oss: written by rows of outputs, even where the model multiplies by `[e, in, out]`."""
     for name, blocks in entries.items():
         stack = name.removesuffix("_blocks")
         if stack == name:
@@ -190,9 +237,8 @@ def _mxfp4(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Path)
         if scales is None:
             raise BadInput(f"{blocks.file}: no tensor {stack}_scales; download or copy it again")
         packed = replace(blocks, shape=torch.Size((*blocks.shape[:2], blocks.shape[2] * 16)))
-        yield _Weight(
-            stack, {"weight_packed": packed, "weight_scale": scales}, "mxfp4-pack-quantized", _MXFP4, None, True
-        )
+        parts = {"weight_packed": packed, "weight_scale": scales}
+        yield _Weight(stack, parts, "mxfp4-pack-quantized", _MXFP4, turned=None)
 
 
 def _modelopt(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Path) -> Iterator[_Weight]:
@@ -201,20 +247,23 @@ def _modelopt(entries: Mapping[str, OnDisk], table: Mapping[str, Any], where: Pa
     if algorithm is not None and str(algorithm).upper() not in _ALGORITHMS:  # None where only the cache is quantized
         raise BadInput(f"{where}: quant_algo {algorithm!r} is not read; expected {', '.join(_ALGORITHMS)}")
     for name, weight in entries.items():
-        if not name.endswith(".weight") or weight.dtype not in (torch.uint8, torch.float8_e4m3fn):
+        stack = len(weight.shape) == 3 and not name.endswith((".weight", "_weight_scale"))
+        if not (stack or name.endswith(".weight")) or weight.dtype not in (torch.uint8, torch.float8_e4m3fn):
             continue
-        packed, module = weight.dtype == torch.uint8, name.removesuffix(".weight")
-        for need in (f"{name}_scale", f"{name}_scale_2") if packed else (f"{name}_scale",):
-            if need not in entries:
-                raise BadInput(
-                    f"{weight.file}: no tensor {need}, which {weight.dtype} needs; download or copy it again"
-                )
-        scale, own = entries[f"{name}_scale"], entries.get(f"{module}.input_scale")
+        packed, beside = weight.dtype == torch.uint8, f"{name}_" if stack else name.removesuffix("weight")
+        for part in ("weight_scale", "weight_scale_2") if packed else ("weight_scale",):
+            if f"{beside}{part}" not in entries:
+                what = f"no tensor {beside}{part}, which {weight.dtype} needs"
+                raise BadInput(f"{weight.file}: {what}; download or copy it again")
+        scale, own = entries[f"{beside}weight_scale"], entries.get(f"{beside}input_scale")
         if packed:
-            divisor = {"weight_global_scale": _reciprocal(entries[f"{name}_scale_2"])}
+            turned = stack and scale.shape[-1:] == weight.shape[-1:]  # pairs and groups run down the columns
+            codes, scale = (_turned(weight), _turned(scale)) if turned else (weight, scale)
+            divisor = _reciprocal(entries[f"{beside}weight_scale_2"], weight.shape[:-2])
             own = {"input_global_scale": _reciprocal(own)} if own else {}
-            parts = {"weight_packed": weight, "weight_scale": scale, **divisor, **own}
-            yield _Weight(name, parts, "nvfp4-pack-quantized", _NVFP4, _LOCAL if own else None)
+            parts = {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": divisor, **own}
+            inputs, layout = _LOCAL if own else None, (turned or None) if stack else False
+            yield _Weight(name, parts, "nvfp4-pack-quantized", _NVFP4, inputs, layout)
         else:
             parts = {"weight": weight, "weight_scale": scale, **({"input_scale": own} if own else {})}
             yield _Weight(name, parts, "float-quantized", _fp8_args(weight, scale), _FP8 if own else None)
@@ -224,8 +273,13 @@ def _first(entries: Mapping[str, OnDisk], *names: str) -> OnDisk | None:
     return next((entries[name] for name in names if name in entries), None)
 
 
-def _reciprocal(entry: OnDisk) -> Reciprocal:
-    return Reciprocal(*(getattr(entry, field.name) for field in fields(entry)))
+def _turned(entry: OnDisk) -> Swapped:
+    return Swapped(entry.file, entry.name, entry.dtype, _swapped(entry.shape), entry.offset)
+
+
+def _reciprocal(entry: OnDisk, e: Sequence[int] = ()) -> Reciprocal:
+    shape = torch.Size(e) if e and entry.shape.numel() == 1 else entry.shape
+    return Reciprocal(entry.file, entry.name, entry.dtype, shape, entry.offset, entry.shape)
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, OnDisk], Mapping[str, Any], Path], Iterator[_Weight]]] = {

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from torch import Tensor
 from ptq.errors import BadInput
 from ptq.io.quantization_config import Args
 from ptq.numerics.grids import Float8, Grid, Int, Minifloat, PowersOfTwo, ScaleGrid
-from ptq.numerics.leaves import Quantized, Scales, dense
+from ptq.numerics.leaves import Quantized, Scales
 from ptq.numerics.packing import pack, pack_bytes, pack_down, unpack, unpack_bytes, unpack_down
+from ptq.numerics.tiles import Tile
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = tuple(Int(bits) for bits in range(1, 9))
@@ -75,13 +76,20 @@ def arguments(leaf: Quantized, form: str) -> Args | None:
     if layout.scales is not None:
         return _with_scales(leaf, layout, args)
     if leaf.tile is not None:
-        return args._replace(strategy="block", block=leaf.tile) if layout.blocks else None
+        return _with_tile(leaf.tile, leaf.shape[-1], layout, args)
     (out, inputs), (a, b) = leaf.shape[-2:], leaf.scale.shape[-2:]
     if (a, b) == (1, 1) and not (layout.packing or out == 1):
         return args
     if (a, b) in ((out, 1), (1, 1)):
         return args._replace(strategy="channel")
     return args._replace(strategy="group", group_size=inputs // b) if a == out and inputs % b == 0 else None
+
+
+def _with_tile(tile: Tile, columns: int, layout: Layout, args: Args) -> Args | None:
+    high, wide = tile
+    if high == 1 and (columns % wide == 0 or columns < wide):
+        return args._replace(strategy="group", group_size=wide)
+    return args._replace(strategy="block", block=tile) if layout.blocks else None
 
 
 def _with_scales(leaf: Quantized, layout: Layout, args: Args) -> Args | None:
@@ -118,14 +126,6 @@ def encoded(leaf: Quantized, form: str, name: str) -> tuple[Args, dict[str, Tens
         packed = LAYOUTS[form].packing == "words" and args.strategy != "tensor"
         tensors["weight_zero_point"] = pack_down(zero, args.bits) if packed else zero
     return args, tensors
-
-
-def frozen(leaf: Quantized, name: str) -> tuple[Args, dict[str, Tensor]]:
-    """A weight as the float values that its codes stand for, its scales and zero points beside it."""
-    args, tensors = encoded(leaf, default_format(leaf), name)
-    kept = {part: t for part, t in tensors.items() if part in ("weight_scale", "weight_global_scale")}
-    zero = {} if leaf.zero is None else {"weight_zero_point": leaf.zero}
-    return args._replace(format="dense"), {"weight": dense(leaf), **kept, **zero}
 
 
 def described(leaf: Quantized) -> str:
@@ -175,16 +175,27 @@ def decoded(
         straddle: whether packed codes may cross words, which those of old writers do not.
     """
     layout, grid = LAYOUTS[str(args.format)], grid_of(args)
-    raw, tiles = tensors[layout.weight], tiles_of(args, shape)
+    raw = tensors[layout.weight]
     if layout.packing == "words":
         codes = unpack(raw, args.bits, shape[-1], straddle)
     else:
         codes = unpack_bytes(raw, args.bits, shape[-1]) if layout.packing else raw
-    scale: Any = tensors["weight_scale"].reshape(tiles)
-    if layout.scales is not None:
-        divisor = tensors.get("weight_global_scale")
-        scale = Scales(scale, None if divisor is None else divisor.float().reshape(*shape[:-2], 1, 1), layout.scales)
-    return Quantized(codes, scale, _zeros(tensors, args, shape, straddle), grid, dtype, args.block)
+    scale, zero = scales_of(tensors, args, shape), _zeros(tensors, args, shape, straddle)
+    return Quantized(codes, scale, zero, grid, dtype, tile_of(args))
+
+
+def scales_of(tensors: Mapping[str, Tensor], args: Args, shape: torch.Size) -> Tensor | Scales:
+    """The scales of a weight, from its tensors by local name."""
+    grid, scale = LAYOUTS[str(args.format)].scales, tensors["weight_scale"].reshape(tiles_of(args, shape))
+    if grid is None:
+        return scale
+    divisor = tensors.get("weight_global_scale")
+    return Scales(scale, None if divisor is None else divisor.float().reshape(*shape[:-2], 1, 1), grid)
+
+
+def tile_of(args: Args) -> Tile | None:
+    """Rows and columns of a tile, where the scheme says them."""
+    return args.block or (None if args.group_size is None else (1, args.group_size))
 
 
 def _zeros(tensors: Mapping[str, Tensor], args: Args, shape: torch.Size, straddle: bool) -> Tensor | None:
@@ -263,54 +274,3 @@ def fits(part: Part, shape: Sequence[int]) -> bool:
         return True
     bare = [n for n in shape if n != 1] == [n for n in part.shape if n != 1]
     return part.loose and bare
-
-
-def inferred(parts: Mapping[str, Any]) -> Args | None:
-    """The scheme of tensors about which a config is silent, or None where they leave a choice.
-
-    Args:
-        parts: local name -> what has dtype and shape; a packed weight's `weight_shape` is a size already.
-    """
-    scale = parts.get("weight_scale")
-    raw = parts.get("weight_packed", parts.get("weight"))
-    if scale is None or raw is None:
-        return None
-    symmetric = "weight_zero_point" not in parts
-    if raw.dtype == torch.uint8:
-        return _small_floats(parts, raw, scale)
-    if raw.dtype == torch.int32:
-        shape = parts.get("weight_shape")
-        widths = [b for b in range(1, 9) if shape and -(-shape[-1] * b // 32) == raw.shape[-1]]
-        return (
-            _strategy("pack-quantized", widths[0], "int", symmetric, shape, scale)
-            if shape and len(widths) == 1
-            else None
-        )
-    if raw.dtype == torch.int8:
-        return _strategy("int-quantized", 8, "int", symmetric, raw.shape, scale)
-    if raw.dtype == torch.float8_e4m3fn and scale.dtype == torch.uint8:
-        return Args("mxfp8-quantized", 8, "float", True, "group", 32, scale_dtype="torch.uint8")
-    return _strategy("float-quantized", 8, "float", True, raw.shape, scale) if raw.dtype.itemsize == 1 else None
-
-
-def _small_floats(parts: Mapping[str, Any], raw: Any, scale: Any) -> Args | None:
-    if "weight_global_scale" in parts:
-        return Args("nvfp4-pack-quantized", 4, "float", True, "tensor_group", 16, None, "torch.float8_e4m3fn")
-    bits = raw.shape[-1] * 8 // (scale.shape[-1] * 32)
-    form = {4: "mxfp4-pack-quantized", 6: "mxfp6-pack-quantized"}.get(bits)
-    return Args(form, bits, "float", True, "group", 32, None, "torch.uint8") if form else None
-
-
-def _strategy(form: str, bits: int, kind: str, symmetric: bool, shape: Sequence[int], scale: Any) -> Args | None:
-    """By the scale's shape. Blocks are taken to be square powers of two, as all known ones are."""
-    args = Args(form, bits, kind, symmetric, "tensor")
-    (rows, columns), tiles = shape[-2:], (*scale.shape, 1, 1)[: len(shape)]
-    if math.prod(tiles) == 1:
-        return args
-    if tiles[-2:] == (rows, 1) or tuple(scale.shape) == (rows,):
-        return args._replace(strategy="channel")
-    if tiles[-2] == rows and columns % tiles[-1] == 0:
-        return args._replace(strategy="group", group_size=columns // tiles[-1])
-    sizes = [1 << i for i in range(4, 12)]
-    blocks = [s for s in sizes if (-(-rows // s), -(-columns // s)) == tuple(tiles[-2:])]
-    return args._replace(strategy="block", block=(blocks[-1], blocks[-1])) if len(blocks) == 1 else None

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ptq.io import bitmask
-from ptq.io.compressed_tensors import Stored
+from ptq.io.compressed_tensors import WEIGHT, Stored
 from ptq.io.quantization_config import Args, Quantizers
 from ptq.io.safetensors import DTYPES
 from ptq.io.shards import Entry
 from ptq.numerics.leaves import Leaf
+
+AS_IT_IS = ""
+"""the local name of a tensor that is stored as it is, under the name of what it is"""
 
 
 class Record(NamedTuple):
@@ -24,7 +27,7 @@ class Record(NamedTuple):
     name: str
     """the parameter in memory that it is, or is a part of"""
     parts: dict[str, Entry]
-    """tensors in the files"""
+    """tensors in the files, by their local names in the module"""
     dtype: str
     shape: list[int]
     args: Args | None = None
@@ -43,23 +46,33 @@ class Record(NamedTuple):
         return Quantizers(self.args, self.activations.get("input"), self.activations.get("output"))
 
     @property
+    def module(self) -> str:
+        """The module's name in the checkpoint, where the tensor is a module's weight; else its own."""
+        return self.file.removesuffix(".weight")
+
+    @property
+    def tensors(self) -> dict[str, Entry]:
+        """Tensors in the files, by their names there."""
+        return {f"{self.module}.{part}" if part else self.file: entry for part, entry in self.parts.items()}
+
+    @property
     def nbytes(self) -> int:
         """Bytes in the files, without the few that say a packed weight's shape."""
-        shapes = ("weight_shape", ".shape")
-        return sum(e.end - e.begin for part, e in self.parts.items() if not part.endswith(shapes))
+        return sum(e.end - e.begin for part, e in self.parts.items() if part not in ("weight_shape", "shape"))
 
     def leaf(self, directory: Path) -> Leaf:
         """What was stored, read when it is used."""
-        parts = {part: entry.on_disk(part, directory) for part, entry in self.parts.items()}
-        shape, raw = torch.Size(self.shape), parts.get(self.file)
-        local: dict[str, Any] = {part.rpartition(".")[2]: leaf for part, leaf in parts.items()}
-        own = {part: local[part] for part in bitmask.PARTS if part in local}
-        local = {part: leaf for part, leaf in local.items() if part.startswith("weight")}
-        if "bitmask" in own:
-            raw = local["weight"] = bitmask.masked(own, shape)
+        tensors = zip(self.parts, self.tensors.items(), strict=True)
+        local: dict[str, Any] = {part: entry.on_disk(name, directory) for part, (name, entry) in tensors}
+        if AS_IT_IS in local:
+            return local[AS_IT_IS]
+        if "bitmask" in local:
+            bits = {part: local[part] for part in bitmask.PARTS if part in local}
+            local["weight"] = bitmask.masked(bits, torch.Size(self.shape))
         if self.args is None or self.args.format == "dense":
-            return raw
-        return Stored(local, self.args, True, DTYPES[self.dtype], shape)
+            return local["weight"]
+        own = {part: local[part] for part in WEIGHT if part in local}
+        return Stored(own, self.args, True, DTYPES[self.dtype], torch.Size(self.shape))
 
 
 def record(raw: Sequence[Any]) -> Record:
@@ -77,4 +90,4 @@ def _args(raw: Sequence[Any] | None) -> Any:
 
 def parts(records: Iterable[Record]) -> Iterator[tuple[str, Entry]]:
     """The tensors of records, in the order in which they were written."""
-    return ((name, entry) for r in records for name, entry in r.parts.items())
+    return ((name, entry) for r in records for name, entry in r.tensors.items())

@@ -63,10 +63,15 @@ class Module(NamedTuple):
     """whether transformers stacks its weight with others, as those of experts"""
 
     @property
-    def stored(self) -> Stored | None:
-        """Its codes, if it has any."""
+    def rounded(self) -> Stored | None:
+        """Its codes, or the floats that they stand for, if it has scales."""
         leaf = self.leaf.leaf if isinstance(self.leaf, Turned) else self.leaf
         return leaf if isinstance(leaf, Stored) else None
+
+    @property
+    def stored(self) -> Stored | None:
+        """Its codes, if it has any."""
+        return None if self.rounded is None or self.rounded.frozen else self.rounded
 
     @property
     def args(self) -> Args | None:

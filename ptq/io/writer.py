@@ -15,11 +15,13 @@ from ptq.io import bitmask
 from ptq.io.activations import arguments as arguments_of, attention_maps, named_tensors, weight_maps
 from ptq.io.compressed_tensors import Stored, zeroed
 from ptq.io.contents import joined
+from ptq.io.divisors import shared
 from ptq.io.files import read_json
 from ptq.io.foreign import quantization_of, translated
-from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded, frozen
+from ptq.io.frozen import frozen
+from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded
 from ptq.io.quantization_config import KEYS, Args, Quantizers
-from ptq.io.records import Record, parts
+from ptq.io.records import AS_IT_IS, Record, parts
 from ptq.io.safetensors import NAMES, headers
 from ptq.io.shards import ShardWriter
 from ptq.models.model import Model
@@ -31,6 +33,7 @@ from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed,
 from ptq.numerics.maps import Map
 
 _ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
+_UNCUT = "stored dense with its values: its parts cannot be cut or joined one by one to what the checkpoint has"
 
 
 class Writer:
@@ -82,7 +85,7 @@ class Writer:
         """Names in the checkpoint of the modules of which something is quantized, by how it is."""
         found: dict[Quantizers, list[str]] = {}
         for r in (r for r in self.records if any(r.quantizers)):
-            found.setdefault(r.quantizers, []).append(r.file.removesuffix(".weight"))
+            found.setdefault(r.quantizers, []).append(r.module)
         return found
 
     @property
@@ -90,17 +93,16 @@ class Writer:
         """Names in the checkpoint of the pruned modules, by what their zeros obey."""
         found: dict[str, list[str]] = {}
         for r in (r for r in self.records if r.sparsity):
-            found.setdefault(r.sparsity, []).append(r.file.removesuffix(".weight"))
+            found.setdefault(r.sparsity, []).append(r.module)
         return found
 
     @property
     def sparsity(self) -> dict[str, Any]:
         """The `sparsity_config` of weights stored as bits and values; empty where there are none."""
         counts = {
-            r.file.removesuffix(".weight"): (math.prod(entry.shape), math.prod(r.shape))
+            r.module: (math.prod(r.parts["compressed"].shape), math.prod(r.shape))
             for r in self.records
-            for part, entry in r.parts.items()
-            if part.endswith(".compressed") and part != r.file
+            if "compressed" in r.parts
         }
         return bitmask.config(self._form, counts) if counts else {}
 
@@ -128,14 +130,16 @@ class Writer:
 
     def add(self, params: Mapping[str, Leaf]) -> None:
         """Writes parameters; those that a checkpoint keeps in one tensor wait until all of them are there."""
+        whole = {self._files[name][0]: leaf for name, leaf in params.items() if len(self._files[name]) == 1}
+        agreed = {} if self._form == "dense" else shared(whole)  # a fused set is of one block, which comes at once
         for name, leaf in params.items():
             self._seen.add(name)
             self.waiting[name] = leaf
             for alias in (a for a, canonical in self._copies.items() if canonical == name):
-                self._write_group({alias: leaf})
+                self._write_group({alias: leaf}, {})
             group = self._groups[name]
             if all(member in self.waiting for member in group):
-                self._write_group({member: self.waiting.pop(member) for member in group})
+                self._write_group({member: self.waiting.pop(member) for member in group}, agreed)
 
     def sync(self) -> None:
         """Waits until all that was written is on disk."""
@@ -149,12 +153,13 @@ class Writer:
         """
         self.add({name: leaf for name, leaf in self.model.params.items() if name not in self._seen})
         for file, tensor in written(self.model.module, persistent_buffers(self.model.module)).items():
-            self._store(file, tensor, file)  # whatever it holds: a mask's infinities are meant
+            self.records.append(self._store(file, tensor, file))  # whatever it holds: a mask's infinities are meant
         for module, maps in attention_maps(self._maps).items():
             record = Record(_attention_name(module, self._files), module, {}, "", [])
             self.records.append(self._with_maps(record, maps))
         for file, leaf in _unused(self.model).items():
-            self._write_leaf(file, leaf, file, loadable=True)
+            stored = self._write_leaf(file, leaf, file, loadable=True)
+            self.records.append(stored._replace(by_class=bool(stored.args) or _ignorable(stored)))
         return self._shards.close()
 
     def abort(self) -> None:
@@ -162,42 +167,48 @@ class Writer:
         self._shards.abort()
 
     def ignored(self) -> list[str]:
-        """Full names of the linears that are not compressed, in the checkpoint and in memory where these differ."""
-        stored = {module for modules in self.modules.values() for module in modules}
-        found: dict[str, None] = {}
-        for path, module in self.model.module.named_modules():
-            if isinstance(module, nn.Linear):
-                names = [file.removesuffix(".weight") for file in self._files.get(f"{path}.weight", ())]
-                if stored.isdisjoint(names):
-                    found |= dict.fromkeys((*names, path))
-        return list(found)
+        """Full names of what is dense and may count as linear, in the checkpoint and in memory where these differ.
 
-    def _write_group(self, group: dict[str, Leaf]) -> None:
+        Engines have linears where this model has none: for routers, and for what its class has no place for. Only
+        embeddings are known apart by all of them.
+        """
+        modules = self.model.module.named_modules()
+        embeddings = {f"{path}.weight" for path, module in modules if isinstance(module, nn.Embedding)}
+        left = [(r.file, r.name) for r in self.records if len(r.shape) == 2 and not any(r.quantizers)]
+        tied = self.model.aliases if self.tied else ()
+        left += [(file, alias) for alias in tied for file in self._files[alias]]
+        names = [name for each in left if each[1] not in embeddings for name in each if name.endswith(".weight")]
+        return list(dict.fromkeys(name.removesuffix(".weight") for name in names))
+
+    def _write_group(self, group: dict[str, Leaf], agreed: Mapping[str, Leaf]) -> None:
         made = written(self.model.module, group)
         name = next(iter(group))
         pieces = len(made) > len(group)  # a stack of experts, each a linear in the checkpoint
+        lost = any(map(compressed, group.values())) and not any(map(compressed, made.values()))
+        agreed = shared(made) if pieces and self._form != "dense" else agreed
         order = in_order(made)
         owner = self.model.module.get_submodule(name.rpartition(".")[0])
-        for file, leaf in made.items():
+        for file, leaf in ((file, agreed.get(file, leaf)) for file, leaf in made.items()):
             loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (_plain_linear(owner) or pieces)
             stored = self._write_leaf(file, leaf, name, loadable)
             # What was rounded by other values than these, or is no longer compressed, has no use for the old scales.
             kept = group[name] is self.model.params.get(name) and (stored.args or not compressed(leaf))
             maps = weight_maps(self._maps, name, order.index(file), len(order)) if kept else {}
+            if lost and self._form != "dense":
+                stored = stored._replace(note=_UNCUT)
             # A class reaches experts that are dense here, and in some engines no head.
-            by_class = owner is not self._head if stored.args or maps else not pieces
-            self.records[-1] = self._with_maps(stored._replace(by_class=by_class), maps)
+            by_class = owner is not self._head if stored.args or maps else not pieces and _ignorable(stored, owner)
+            self.records.append(self._with_maps(stored._replace(by_class=by_class), maps))
 
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
         """Writes the tensors of a leaf."""
-        form = leaf.args.format if isinstance(leaf, Stored) and self._form == "auto" else self._form
+        form = leaf.form if isinstance(leaf, Stored) and self._form == "auto" else self._form
         leaf = load(leaf) if compressed(leaf) else leaf
         if form in bitmask.FORMATS:
             made = self._write_sparse(file, leaf, form, name, loadable)
         else:
             made = self._write_quantized(file, leaf, form, name, loadable)
-        self.records[-1] = made._replace(sparsity=bitmask.structure(leaf))
-        return self.records[-1]
+        return made._replace(sparsity=bitmask.structure(leaf))
 
     def _write_sparse(self, file: str, leaf: Leaf, form: str, name: str, loadable: bool) -> Record:
         reason = bitmask.unfit(leaf, loadable)
@@ -210,37 +221,35 @@ class Writer:
         inner = None if form == "dense" else _quantized(leaf)
         if inner is None or isinstance(inner, Indexed):
             return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else "")
-        form = form if form is not None and form in LAYOUTS else default_format(inner)
-        reason = _unloadable(inner, form, loadable)
+        codes = form if form is not None and form in LAYOUTS else default_format(inner)
+        reason = _unloadable(inner, codes, loadable)
         if reason and (not loadable or self._form == "auto"):
             why = f"stored dense with its quantized values: {reason}"
             return self._store(file, _finite(dense(leaf), name), name, why)
-        encode = frozen if self._form == "frozen" else bound(encoded, form=form)
+        encode = frozen if form == "frozen" else bound(encoded, form=codes)
         return self._write_parts(file, inner, name, *encode(validate(inner, name), name=name))
 
     def _write_parts(
         self, file: str, leaf: Leaf, name: str, args: Args | None, tensors: Mapping[str, Tensor]
     ) -> Record:
-        module = file.removesuffix(".weight")
-        made = {
-            f"{module}.{part}": self._shards.write(f"{module}.{part}", _finite(t, name)) for part, t in tensors.items()
-        }
-        self.records.append(Record(file, name, made, NAMES[leaf.dtype], list(leaf.shape), args))
-        return self.records[-1]
+        record = Record(file, name, {}, NAMES[leaf.dtype], list(leaf.shape), args)
+        return self._with(record, {part: _finite(t, name) for part, t in tensors.items()})
 
-    def _with_maps(self, stored: Record, maps: Mapping[str, Map]) -> Record:
+    def _with_maps(self, record: Record, maps: Mapping[str, Map]) -> Record:
         """Writes what maps store, beside a weight or in an attention module, and accounts for it."""
-        module = stored.file.removesuffix(".weight")
-        made = {f"{module}.{part}": t for role, given in maps.items() for part, t in named_tensors(given, role).items()}
-        entries = {part: self._shards.write(part, t) for part, t in made.items()}
+        tensors = {part: t for role, given in maps.items() for part, t in named_tensors(given, role).items()}
         activations = {role: arguments_of(given) for role, given in maps.items()}
-        return stored._replace(parts=stored.parts | entries, activations=activations)
+        return self._with(record, tensors)._replace(activations=activations)
+
+    def _with(self, record: Record, tensors: Mapping[str, Tensor]) -> Record:
+        """Writes tensors of a module, given by their local names."""
+        entries = {part: self._shards.write(f"{record.module}.{part}", t) for part, t in tensors.items()}
+        return record._replace(parts=record.parts | entries)
 
     def _store(self, file: str, tensor: Tensor, name: str, note: str = "") -> Record:
         """Writes a tensor as it is."""
         entry = self._shards.write(file, tensor)
-        self.records.append(Record(file, name, {file: entry}, entry.dtype, entry.shape, note=note))
-        return self.records[-1]
+        return Record(file, name, {AS_IT_IS: entry}, entry.dtype, entry.shape, note=note)
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:
@@ -254,6 +263,12 @@ def _plain_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
+def _ignorable(dense: Record, owner: nn.Module | None = None) -> bool:
+    """Whether `ignore`, which names modules, can keep engines from a matrix; a stack of experts is no module's."""
+    matrix = len(dense.shape) == 2 and dense.file.endswith(".weight")
+    return matrix or len(dense.shape) < 2 or isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+
+
 def _quantized(leaf: Leaf) -> Quantized | Indexed | None:
     """The quantized values of a leaf that has them: those of a sparse leaf with the code of 0 where it is pruned."""
     if isinstance(leaf, Transposed):  # quantized, though no loader reads it
@@ -265,6 +280,8 @@ def _quantized(leaf: Leaf) -> Quantized | Indexed | None:
 
 
 def _unloadable(leaf: Quantized, form: str, loadable: bool) -> str:
+    if not loadable and len(leaf.shape) > 2:
+        return "the model's class keeps these experts in one tensor, and loaders read compressed ones one by one only"
     if not loadable:
         return "loaders read compressed weights of plain linears only"
     args = arguments(leaf, form)

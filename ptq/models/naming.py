@@ -27,9 +27,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from ptq._tree import tensors, tree_map, with_tensors
+from ptq._tree import structure, tensors, tree_map, with_tensors
 from ptq.numerics.lazy import Lazy, load
-from ptq.numerics.leaves import Leaf, Quantized, Scales, compressed, dense, nbytes, rounded
+from ptq.numerics.leaves import Leaf, Quantized, Scales, Sparse, compressed, dense, nbytes, rounded
+from ptq.numerics.patterns import NM
 from ptq.numerics.tiles import spread, tile_of
 
 
@@ -81,10 +82,25 @@ def assigned(skeleton: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {keys[0][0]: target for target, keys in sources.items() if target not in converters}
 
 
+def splitting(skeleton: nn.Module, stored: Iterable[str]) -> list[Any]:
+    """The conversions that make these parameters out of several tensors, for a file that has each as one.
+
+    Args:
+        skeleton: the model's structure.
+        stored: their names in the file.
+    """
+    names = assigned(skeleton, stored).values()
+    if not names or not isinstance(skeleton, PreTrainedModel):
+        return []
+    mapping: list[Any] = [c for c in get_model_conversion_mapping(skeleton) if isinstance(c, WeightConverter)]
+    return [c for c in mapping if any(apply_converters(n, [c.reverse_transform()])[1] is not None for n in names)]
+
+
 def written(skeleton: nn.Module, params: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """The same leaves under the names and in the shapes that a checkpoint has for them.
 
-    What is only renamed stays as it is, lazy leaves too. `params` holds whole groups of `joint`.
+    What is only renamed, or was made of a file's tensors and is made into them again, stays as it is there, lazy leaves
+    too. What cannot be cut as the checkpoint has it is given by its values. `params` holds whole groups of `joint`.
     """
     renamed: dict[str, Leaf] = {}
     for group in joint(skeleton, params):
@@ -94,7 +110,8 @@ def written(skeleton: nn.Module, params: Mapping[str, Leaf]) -> dict[str, Leaf]:
         if all(id(tensor) in names for tensor in back.values()):
             renamed |= {file: params[names[id(tensor)]] for file, tensor in back.items()}
         else:
-            renamed |= _split(skeleton, {name: load(params[name]) for name in group})
+            own = {name: params[name] for name in group}
+            renamed |= _as_read(own, back) or _split(skeleton, {name: load(leaf) for name, leaf in own.items()})
     return renamed
 
 
@@ -146,9 +163,7 @@ class Converted(Lazy):
     shape: torch.Size
 
     def load(self) -> Leaf:
-        leaves = [load(leaf) for _, _, leaf in self.sources]
-        if not all(isinstance(leaf, Quantized) for leaf in leaves):
-            return self._of([dense(leaf) for leaf in leaves])
+        leaves = _alike([load(leaf) for _, _, leaf in self.sources])
         rows = tree_map(lambda *parts: self._of(parts), *map(_by_rows, leaves))
         return _by_tiles(rows, leaves[0])
 
@@ -218,21 +233,45 @@ def _apply(
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
+def _as_read(group: Mapping[str, Leaf], back: Mapping[str, Tensor]) -> dict[str, Leaf]:
+    """The leaves in a file that parameters are made of, if those are what is to be written; else nothing.
+
+    Nothing is read then, and what has no common leaf, such as experts of which some are dense, stays what it is.
+    """
+    leaves = [leaf for name, leaf in group.items() if isinstance(leaf, Converted) and leaf.output == name]
+    origins = {tuple((key, id(source)) for key, _, source in leaf.sources) for leaf in leaves}
+    if len(leaves) < len(group) or len(origins) > 1:
+        return {}
+    sources = {key: source for key, _, source in leaves[0].sources}
+    same = {file: t.shape for file, t in back.items()} == {key: source.shape for key, source in sources.items()}
+    return {file: sources[file] for file in back} if same else {}
+
+
 def _split(skeleton: nn.Module, group: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Sends codes, scales and zero points through the conversion each by itself: it only cuts and rearranges."""
-    if not all(isinstance(leaf, Quantized) for leaf in group.values()):
-        return dict(_reverted(skeleton, {name: dense(leaf) for name, leaf in group.items()}))
-    rows = {name: _by_rows(leaf) for name, leaf in group.items()}
-    before, first = next(iter(group.values())), next(iter(rows.values()))
-    made = [
-        _reverted(skeleton, dict(zip(rows, part, strict=True)))
-        for part in zip(*map(tensors, rows.values()), strict=True)
-    ]
-    return {name: _by_tiles(with_tensors(first, [m[name] for m in made]), before) for name in made[0]}
+    """Sends codes, scales, zero points and masks through the conversion one by one: it only cuts and rearranges."""
+    before, *_ = leaves = _alike(list(group.values()))
+    rows = list(map(_by_rows, leaves))
+    parts = list(zip(*map(tensors, rows), strict=True))
+    made = [_reverted(skeleton, dict(zip(group, part, strict=True))) for part in parts]
+    if any(t.shape[-1] != part[0].shape[-1] for m, part in zip(made, parts, strict=True) for t in m.values()):
+        return dict(_reverted(skeleton, {name: dense(leaf) for name, leaf in group.items()}))  # columns became rows
+    return {name: _by_tiles(with_tensors(rows[0], [m[name] for m in made]), before) for name in made[0]}
 
 
-def _by_rows(leaf: Quantized) -> Quantized:
+def _alike(leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+    """The leaves, if they consist of the same parts, which can be cut and joined each for itself; else their values."""
+    parted = all(isinstance(leaf.values if isinstance(leaf, Sparse) else leaf, Tensor | Quantized) for leaf in leaves)
+    same = parted and len({structure(_by_rows(leaf)) for leaf in leaves}) == 1
+    return leaves if same else [dense(leaf) for leaf in leaves]
+
+
+def _by_rows(leaf: Leaf) -> Leaf:
     """The same values with scales (and a divisor) for every row, so that rows can be cut and joined."""
+    if isinstance(leaf, Sparse):
+        # What is promised for groups of columns holds for any rows; other promises are of all of them together.
+        return Sparse(_by_rows(leaf.values), leaf.mask, leaf.pattern if isinstance(leaf.pattern, NM) else None)
+    if not isinstance(leaf, Quantized):
+        return leaf
     high, wide = leaf.tile or tile_of(leaf.scale.shape, leaf.shape)
 
     def tall(t: Tensor) -> Tensor:
@@ -242,8 +281,12 @@ def _by_rows(leaf: Quantized) -> Quantized:
     return replace(leaf, scale=scale, zero=None if leaf.zero is None else tall(leaf.zero), tile=(1, wide))
 
 
-def _by_tiles(leaf: Quantized, before: Quantized) -> Quantized:
+def _by_tiles(leaf: Leaf, before: Leaf) -> Leaf:
     """Scales of rows as those of tiles again, such as they were before, wherever that says the same."""
+    if isinstance(leaf, Sparse):
+        return replace(leaf, values=_by_tiles(leaf.values, before.values))
+    if not isinstance(leaf, Quantized):
+        return leaf
     rows, scale = leaf.shape[-2], leaf.scale
     high = before.tile[0] if before.tile else rows if before.scale.shape[-2] == 1 else 1
 

@@ -218,7 +218,7 @@ def nearest(w: Weight, scheme: Scheme, fitted: Fitted) -> Quantized:
         if scheme.scales is None
         else Scales(scheme.scales.encode(fitted.level), fitted.divisor, scheme.scales)
     )
-    return quantize(w, scale, fitted.zero, scheme.grid, scheme.block)
+    return quantize(w, scale, fitted.zero, scheme.grid, scheme.stated)
 
 
 def _tile_costs(importance: Tensor, w: Tensor, scheme: Scheme) -> Tensor:

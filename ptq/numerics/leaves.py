@@ -58,11 +58,11 @@ class Quantized:
 
     Invariants (`validate` checks them):
         codes: `[*e, out, in]` in `grid.dtype`, one code an element (packing belongs to files).
-        scale: `[*e, a, b]`, finite and above 0, a tensor or `Scales`; each value serves a tile of codes. Granularity is
-            told by its shape alone: `[1, 1]` tensor, `[out, 1]` channel, `[out, in / g]` groups.
+        scale: `[*e, a, b]`, finite and above 0, a tensor or `Scales`; each value serves a tile of codes: `[1, 1]`
+            the whole, `[out, 1]` a channel, `[out, in / g]` groups.
         zero: the scale's shape in `grid.dtype`, or None for a symmetric grid.
-        tile: rows and columns of a tile; None is `ceil(out / a) x ceil(in / b)`, which is what there is unless the
-            last tiles are cut off, as blocks of 128 x 128 may be.
+        tile: rows and columns of a tile. Schemes of groups and blocks state it, since shapes do not tell it: a block
+            may be cut off, and a narrow weight may have one group. None is `ceil(out / a) x ceil(in / b)`.
     """
 
     codes: Tensor

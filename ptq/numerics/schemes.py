@@ -70,12 +70,19 @@ class Scheme:
                 f"{', '.join(map(str, near))} would, and -1 is one scale per channel"
             )
 
+    @property
+    def stated(self) -> Tile | None:
+        """Rows and columns of a tile that are the same for all weights, whatever their shapes.
+
+        >>> Scheme(Int(4), "group", 64).stated, Scheme(Int(4), "channel").stated
+        ((1, 64), None)
+        """
+        return self.block or (None if self.group_size is None else (1, self.group_size))
+
     def tile(self, shape: torch.Size) -> Tile:
         """Rows and columns that share a scale in a weight of this shape."""
         rows, columns = shape[-2:]
-        if self.block:
-            return self.block
-        return {"tensor": (rows, columns), "channel": (1, columns)}.get(self.granularity, (1, self.group_size or 1))
+        return self.stated or (rows if self.granularity == "tensor" else 1, columns)
 
     def tiles(self, shape: torch.Size) -> tuple[int, int]:
         """Rows and columns of the scales of a weight of this shape."""

@@ -63,7 +63,7 @@ def _(leaf: Quantized) -> str:
     (*_, rows, columns), (*_, high, wide) = leaf.shape, leaf.scale.shape
     per = "channel" if high > 1 or rows == 1 else "tensor"
     if leaf.tile is not None:
-        per = f"block {leaf.tile[0]} x {leaf.tile[1]}"
+        per = f"group {leaf.tile[1]}" if leaf.tile[0] == 1 else f"block {leaf.tile[0]} x {leaf.tile[1]}"
     elif wide > 1 or isinstance(leaf.scale, Scales):
         per = f"group {-(-columns // wide)}"
     scales = f", scales {leaf.scale.grid}" if isinstance(leaf.scale, Scales) else ""
