@@ -102,13 +102,13 @@ def value_findings(survey: Survey, weights: bool) -> Iterator[Finding]:
         survey: a checkpoint.
         weights: whether floats other than scales are read too, codes that are floats among them.
     """
-    scales: set[str] = set()
+    known = {*survey.buffers}
     for module in survey.modules.values():
         if module.rounded is not None:
             module.rounded.check_scales(survey.refusals)
-            scales |= {module.parts[part].name for part in SCALES if part in module.parts}
+            known |= {module.parts[part].name for part in SCALES if part in module.parts}
     for name, entry in survey.entries.items():
-        if weights and entry.dtype.is_floating_point and not {name, entry.name} & {*survey.buffers, *scales}:
+        if weights and entry.dtype.is_floating_point and known.isdisjoint((name, entry.name)):
             yield from _not_finite(entry.name, dense(entry))
 
 
