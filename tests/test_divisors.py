@@ -58,6 +58,14 @@ def test_zeros_have_whatever_divisor_the_others_have() -> None:
     assert bool((dense(found[Q].scale) > 0).all())
 
 
+def test_a_scale_of_zeros_never_becomes_0() -> None:
+    w = torch.cat([torch.zeros(1, 32), torch.randn(31, 32).clamp(-1, 1)])
+    w[1, 0] = 1
+    found = shared({Q: made(by=2.0**-7), K: nearest(w, NVFP4, fit(w, NVFP4))})
+    assert found.keys() == {Q, K}
+    assert bool((dense(found[K].scale) > 0).all())
+
+
 def test_values_never_change() -> None:
     assert shared({Q: made(peak=1.0), K: made(peak=0.7)}) == {}
     same = made()

@@ -38,6 +38,31 @@ SCHEMES: dict[str, tuple[str, Scheme]] = {
     "w4 asymmetric frozen": ("frozen", scheme("W4A16_ASYM", 32)),
     "float8 frozen": ("frozen", scheme("FP8A16")),
 }
+ASYMMETRIC = Scheme(scheme("W8A16_ASYM").grid, "tensor", symmetric=False)
+MORE: dict[str, tuple[str, Scheme]] = {
+    **{f"w{b} asymmetric group": ("pack-quantized", scheme(f"W{b}A16_ASYM", 32)) for b in (5, 6, 7)},
+    **{f"w{b} channel": ("pack-quantized", scheme(f"W{b}A16", -1)) for b in (2, 3, 5, 6, 7)},
+    **{f"w{b} asymmetric channel": ("pack-quantized", scheme(f"W{b}A16_ASYM", -1)) for b in (1, 2, 3, 5, 6, 7, 8)},
+    **{f"w{b} group, a byte each": ("int-quantized", scheme(f"W{b}A16", 32)) for b in range(2, 9)},
+    **{f"w{b} asymmetric group, a byte each": ("int-quantized", scheme(f"W{b}A16_ASYM", 32)) for b in range(1, 9)},
+    **{f"w{b} group, naive": ("naive-quantized", scheme(f"W{b}A16", 32)) for b in (4, 8)},
+    "w4 asymmetric group, naive": ("naive-quantized", scheme("W4A16_ASYM", 32)),
+    "w8 asymmetric channel, naive": ("naive-quantized", scheme("W8A16_ASYM", -1)),
+    "w8 tensor, packed": ("pack-quantized", Scheme(scheme("W8A16").grid, "tensor")),
+    "w8 tensor, naive": ("naive-quantized", Scheme(scheme("W8A16").grid, "tensor")),
+    "w8 asymmetric tensor, packed": ("pack-quantized", ASYMMETRIC),
+    "w8 asymmetric tensor, a byte each": ("int-quantized", ASYMMETRIC),
+    "w8 asymmetric tensor, naive": ("naive-quantized", ASYMMETRIC),
+    "w8 blocks, naive": ("naive-quantized", scheme("W8A16", block=(32, 32))),
+    "w8 ragged asymmetric blocks, naive": ("naive-quantized", scheme("W8A16_ASYM", block=(48, 40))),
+    "float8 group": ("float-quantized", scheme("FP8A16", 32)),
+    "float8 group, naive": ("naive-quantized", scheme("FP8A16", 32)),
+    "float8 tensor, naive": ("naive-quantized", Scheme(scheme("FP8A16").grid, "tensor")),
+    "float8 ragged blocks, naive": ("naive-quantized", scheme("FP8A16", block=(48, 40))),
+    "float8 group, frozen": ("frozen", scheme("FP8A16", 32)),
+}
+QUICK = {"w6 asymmetric group", "w4 group, naive", "w8 asymmetric tensor, a byte each", "float8 group"}
+"""of `MORE`, what is tried each time, in bfloat16"""
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -54,10 +79,21 @@ def loaded(path: Path, whole: bool) -> Any:
     return model
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SCHEMES)
+def cases(table: dict[str, Any], quick: set[str]) -> list[Any]:
+    """Names with dtypes; all but some in bfloat16 are slow."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(name, dtype, marks=() if name in quick and dtype == torch.bfloat16 else slow)
+        for name in table
+        for dtype in DTYPES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, dtype) for name in SCHEMES for dtype in DTYPES), *cases(MORE, QUICK)], ids=str
+)
 def test_transformers_reads_the_same_weights(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    form, how = SCHEMES[name]
+    form, how = (SCHEMES | MORE)[name]
     source = stock(llama_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1)).to(dtype)
     run = ptq.compress(source, None, ptq.rtn(how))
     made = run.model
@@ -75,6 +111,35 @@ def test_transformers_reads_the_same_weights(name: str, dtype: torch.dtype, tmp_
         assert torch.equal(theirs[weight].to(dtype), ours.to(dtype)), weight
         compared += compressed(leaf)
     assert compared == 7
+
+
+EXPERTS: dict[str, tuple[str, Scheme]] = {
+    **{f"w{b} group": ("pack-quantized", scheme(f"W{b}A16", 32)) for b in range(2, 9)},
+    **{f"w{b} channel": ("pack-quantized", scheme(f"W{b}A16", -1)) for b in (4, 8)},
+    "float8 channel": ("float-quantized", scheme("FP8A16")),
+    "float8 channel, naive": ("naive-quantized", scheme("FP8A16")),
+    "float8 tensor": ("float-quantized", Scheme(scheme("FP8A16").grid, "tensor")),
+}
+"""Those for which 5.24 makes a stack of experts of their tensors: packed ones without zero points, and float8."""
+
+
+@pytest.mark.parametrize(("name", "dtype"), cases(EXPERTS, {"w4 group", "float8 channel"}), ids=str)
+def test_transformers_reads_the_same_experts(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    from transformers import MixtralConfig
+
+    form, how = EXPERTS[name]
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    source = stock(MixtralConfig(**sizes, **heads)).to(dtype)
+    stage = ptq.targets("re:.*(experts|self_attn)", ptq.rtn(how))
+    made = ptq.compress(source, None, stage).model
+    ptq.save(made, tmp_path / "out", format=form)
+    theirs = dict(loaded(tmp_path / "out", whole=False).named_parameters())
+    again = ptq.load(tmp_path / "out")
+    for weight, leaf in made.params.items():
+        assert torch.equal(dense(again.params[weight]), dense(leaf))
+        assert torch.equal(theirs[weight], dense(leaf)), weight
+    assert sum(map(compressed, made.params.values())) == 6
 
 
 def test_transformers_reads_several_formats_in_one_checkpoint(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from checkpoints import quantized
 from conftest import CONFIGS, llama_config, stock
@@ -174,12 +175,27 @@ def test_what_is_untouched_is_written_as_it_was_read() -> None:
         assert torch.equal(dense(swapped[file]), dense(pieces[file.replace("layers.0", "layers.1")]))
 
 
+def test_halves_of_one_tensor_that_changed_places_are_written_so() -> None:
+    model = stock(llama_config())
+    skeleton = from_config(type(model), model.config, torch.float32)
+    file, names = "model.layers.0.mlp.both.weight", [f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up")]
+    patterns = [rf"\.{x}_proj\.weight" for x in ("gate", "up")]
+    remember_conversions(skeleton, [WeightConverter(r"\.both\.weight", patterns, [Chunk(dim=0)])])
+    whole = torch.randn(256, 64)
+    own = WeightConverter(file, names, [Chunk(dim=0)])
+    shape = torch.Size((128, 64))
+    gate, up = (Converted(skeleton, own, file, ((file, file, whole),), n, whole.dtype, shape) for n in names)
+    assert written(skeleton, dict(zip(names, (gate, up), strict=True)))[file] is whole
+    swapped = written(skeleton, dict(zip(names, (up, gate), strict=True)))[file]
+    assert torch.equal(swapped, torch.cat([whole[128:], whole[:128]]))
+
+
 def test_columns_that_a_file_has_as_rows_are_written_with_their_values() -> None:
     model = stock(qwen3_moe(experts=4))
     skeleton = from_config(type(model), model.config, torch.float32)
     name = "model.layers.0.mlp.experts.down_proj"
     remember_conversions(skeleton, [WeightConverter(r"\.kept_proj", r"\.down_proj", [Transpose(1, 2)])])
-    leaf = quantized(4, 32, 32)
+    leaf = replace(quantized(4, 32, 32), tile=(1, 16))
     (piece,) = written(skeleton, {name: leaf}).values()
     assert torch.equal(dense(piece), dense(leaf).mT)
 

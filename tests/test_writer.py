@@ -18,6 +18,7 @@ from ptq.base import State
 from ptq.io.hub import load, open_model
 from ptq.io.save import save
 from ptq.models.model import Model
+from ptq.numerics.grids import Float8
 from ptq.numerics.indexed import Indexed
 from ptq.numerics.leaves import dense
 from test_naming import zoo
@@ -57,6 +58,35 @@ def test_a_class_is_no_target_where_experts_are_dense(family: str, tmp_path: Pat
         assert not any(info.values()), info
         ids = torch.arange(8)[None]
         assert torch.equal(stock_model(ids).logits, model(ids).logits)
+
+
+def test_experts_that_transformers_puts_others_in_the_place_of_are_told(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Llama4TextConfig
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "intermediate_size_mlp": 64}
+    stock(Llama4TextConfig(**sizes, **heads)).save_pretrained(tmp_path / "source")
+    saved = save(attention(open_model(tmp_path / "source")), tmp_path / "out")
+    (note,) = saved.notes.values()
+    assert note.startswith("transformers: replaced: got experts in one tensor")
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert info["missing_keys"]
+    assert save(open_model(tmp_path / "source"), tmp_path / "dense").notes == {}
+
+
+def test_transformers_reads_experts_of_another_scheme_than_the_rest(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = open_model(source(tmp_path / "source", "mixtral"))
+    shapes = {n: leaf.shape for n, leaf in model.params.items()}
+    leaves = {n: quantized(*s, tiles="channel") for n, s in shapes.items() if "experts" in n}
+    leaves |= {n: quantized(*s, grid=Float8(), tiles="channel") for n, s in shapes.items() if "self_attn" in n}
+    made = replace(model, state=State({**model.params, **leaves}))
+    save(made, tmp_path / "out")
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    ids = torch.arange(8)[None]
+    assert torch.equal(theirs(ids).logits, made(ids).logits)
 
 
 def test_routers_are_ignored_under_the_names_of_the_file_and_in_memory(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ptq.io.bitmask import Masked
 from ptq.io.check_config import config_findings, target_findings, untargeted
 from ptq.io.check_engines import fused_findings, head_findings, kernel_findings, parallel_findings
 from ptq.io.check_experts import expert_findings
+from ptq.io.check_replaced import replaced_findings
 from ptq.io.check_tensors import part_findings, presence, value_findings
 from ptq.io.hub import skeleton_of
 from ptq.io.survey import BOTH, ERROR, EVERY, Finding, Survey, surveyed
@@ -42,7 +43,7 @@ def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: b
         survey = surveyed(path, own)
     except BadInput as error:
         return [Finding(str(path), "unreadable", str(error), "", EVERY)]
-    found = list(_findings(survey, tp, weights))
+    found = [*replaced_findings(survey, own), *_findings(survey, tp, weights)]
     refused = [Finding(about, "unreadable", what, "", EVERY) for about, what in survey.refusals.found.items()]
     return refused + found
 

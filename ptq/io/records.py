@@ -38,6 +38,8 @@ class Record(NamedTuple):
     """whether the class of its module says how it is stored"""
     sparsity: str = ""
     """what its zeros obey, if it is pruned"""
+    piece: bool = False
+    """whether the parameter in memory is a stack of experts, and this a part of one"""
     activations: dict[str, Args] = {}
     """role (input, output; q, k, v of an attention module) -> how it is rounded"""
 

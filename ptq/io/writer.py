@@ -82,9 +82,12 @@ class Writer:
 
     @property
     def modules(self) -> dict[Quantizers, list[str]]:
-        """Names in the checkpoint of the modules of which something is quantized, by how it is."""
+        """Names in the checkpoint of the modules of which something is quantized, by how it is.
+
+        The scheme of experts comes first: transformers takes that of the first group without regexes for them.
+        """
         found: dict[Quantizers, list[str]] = {}
-        for r in (r for r in self.records if any(r.quantizers)):
+        for r in sorted((r for r in self.records if any(r.quantizers)), key=lambda r: not r.piece):
             found.setdefault(r.quantizers, []).append(r.module)
         return found
 
@@ -131,7 +134,7 @@ class Writer:
     def add(self, params: Mapping[str, Leaf]) -> None:
         """Writes parameters; those that a checkpoint keeps in one tensor wait until all of them are there."""
         whole = {self._files[name][0]: leaf for name, leaf in params.items() if len(self._files[name]) == 1}
-        agreed = {} if self._form == "dense" else shared(whole)  # a fused set is of one block, which comes at once
+        agreed = self._agreed(whole)  # what engines fuse is of one block, which comes at once
         for name, leaf in params.items():
             self._seen.add(name)
             self.waiting[name] = leaf
@@ -153,13 +156,13 @@ class Writer:
         """
         self.add({name: leaf for name, leaf in self.model.params.items() if name not in self._seen})
         for file, tensor in written(self.model.module, persistent_buffers(self.model.module)).items():
-            self.records.append(self._store(file, tensor, file))  # whatever it holds: a mask's infinities are meant
+            self._account(self._store(file, tensor, file))  # whatever it holds: a mask's infinities are meant
         for module, maps in attention_maps(self._maps).items():
             record = Record(_attention_name(module, self._files), module, {}, "", [])
-            self.records.append(self._with_maps(record, maps))
+            self._account(self._with_maps(record, maps))
         for file, leaf in _unused(self.model).items():
-            stored = self._write_leaf(file, leaf, file, loadable=True)
-            self.records.append(stored._replace(by_class=bool(stored.args) or _ignorable(stored)))
+            record = self._write_leaf(file, leaf, file, loadable=True)
+            self._account(record, _ignorable(record, None))
         return self._shards.close()
 
     def abort(self) -> None:
@@ -182,23 +185,35 @@ class Writer:
 
     def _write_group(self, group: dict[str, Leaf], agreed: Mapping[str, Leaf]) -> None:
         made = written(self.model.module, group)
-        name = next(iter(group))
-        pieces = len(made) > len(group)  # a stack of experts, each a linear in the checkpoint
+        name, order = next(iter(group)), in_order(made)
+        stack = len(made) > len(group)  # of experts, each a linear in the checkpoint
         lost = any(map(compressed, group.values())) and not any(map(compressed, made.values()))
-        agreed = shared(made) if pieces and self._form != "dense" else agreed
-        order = in_order(made)
-        owner = self.model.module.get_submodule(name.rpartition(".")[0])
-        for file, leaf in ((file, agreed.get(file, leaf)) for file, leaf in made.items()):
-            loadable = file.endswith(".weight") and len(leaf.shape) == 2 and (_plain_linear(owner) or pieces)
-            stored = self._write_leaf(file, leaf, name, loadable)
+        made |= self._agreed(made) if stack else {file: agreed[file] for file in made if file in agreed}
+        for file, leaf in made.items():
+            record = self._write_leaf(file, leaf, name, self._loadable(file, leaf, name, stack))
             # What was rounded by other values than these, or is no longer compressed, has no use for the old scales.
-            kept = group[name] is self.model.params.get(name) and (stored.args or not compressed(leaf))
+            kept = group[name] is self.model.params.get(name) and (record.args or not compressed(leaf))
             maps = weight_maps(self._maps, name, order.index(file), len(order)) if kept else {}
-            if lost and self._form != "dense":
-                stored = stored._replace(note=_UNCUT)
-            # A class reaches experts that are dense here, and in some engines no head.
-            by_class = owner is not self._head if stored.args or maps else not pieces and _ignorable(stored, owner)
-            self.records.append(self._with_maps(stored._replace(by_class=by_class), maps))
+            note = _UNCUT if lost and self._form != "dense" else record.note
+            record = self._with_maps(record._replace(note=note, piece=stack), maps)
+            self._account(record, _ignorable(record, self._owner(name)))
+
+    def _agreed(self, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
+        return {} if self._form == "dense" else shared(leaves)
+
+    def _loadable(self, file: str, leaf: Leaf, name: str, piece: bool) -> bool:
+        matrix = file.endswith(".weight") and len(leaf.shape) == 2
+        return matrix and (piece or _plain_linear(self._owner(name)))
+
+    def _account(self, record: Record, ignorable: bool = True) -> None:
+        """Notes what was written, and whether `ignore` could name it."""
+        head = self._head is not None and self._owner(record.name) is self._head  # which in some engines no class is
+        self.records.append(record._replace(by_class=not head if any(record.quantizers) else ignorable))
+
+    def _owner(self, name: str) -> nn.Module | None:
+        """The module that has a parameter; None: the model's class has no place for it."""
+        known = name in self._files
+        return self.model.module.get_submodule(name.rpartition(".")[0]) if known else None
 
     def _write_leaf(self, file: str, leaf: Leaf, name: str, loadable: bool) -> Record:
         """Writes the tensors of a leaf."""
@@ -258,14 +273,14 @@ def _finite(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def _plain_linear(module: nn.Module) -> bool:
+def _plain_linear(module: nn.Module | None) -> bool:
     """Whether a loader may put a forward of its own in the place of the module's."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _ignorable(dense: Record, owner: nn.Module | None = None) -> bool:
-    """Whether `ignore`, which names modules, can keep engines from a matrix; a stack of experts is no module's."""
-    matrix = len(dense.shape) == 2 and dense.file.endswith(".weight")
+def _ignorable(dense: Record, owner: nn.Module | None) -> bool:
+    """Whether `ignore`, which names modules, keeps engines from what a class may reach; a stack is no module's."""
+    matrix = len(dense.shape) == 2 and dense.file.endswith(".weight") and not dense.piece
     return matrix or len(dense.shape) < 2 or isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 

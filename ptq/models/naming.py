@@ -142,10 +142,11 @@ def joint(skeleton: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
     converters: list[Any] = [
         c.reverse_transform() for c in _conversions(skeleton)[::-1] if isinstance(c, WeightConverter)
     ]
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[int, str], list[str]] = {}
     for name in names:
-        key, pattern = apply_converters(name, converters)
-        groups.setdefault(name if pattern is None else f"{pattern}:{key}", []).append(name)
+        made = (c.rename_source_key(name) for c in converters)
+        found = next(((i, key) for i, (key, pattern) in enumerate(made) if pattern is not None), (-1, name))
+        groups.setdefault(found, []).append(name)
     return [tuple(group) for group in groups.values()]
 
 
