@@ -181,7 +181,8 @@ def refused(kind: str, about: str, says: str, tensors: Any = None, config: Any =
 
 BOTH, VLLM, TRANSFORMERS, EVERY = "vLLM and transformers", "vLLM", "transformers", "every reader"
 G0 = "config_groups.group_0"
-ZERO = torch.zeros(1, dtype=torch.int32)
+ZERO = torch.full((8, 2), -0x77777778, dtype=torch.int32)
+"""zero points of 0, packed"""
 ORDER = torch.arange(64, dtype=torch.int32).flip(0) // 32
 LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 CASES: dict[str, Case] = {

@@ -114,7 +114,8 @@ def target_findings(survey: Survey) -> Iterator[Finding]:
 def untargeted(survey: Survey) -> Iterator[Finding]:
     """Codes that no group says how to read: their tensors do, but loaders look at the config alone."""
     for module in survey.modules.values():
-        if survey.table and survey.config and module.stored is not None and module.given.weights is None:
-            left = survey.config.ignored.naming(module.name) is not None
+        told = survey.table or survey.config is None  # a foreign config has been told in words of this one
+        if told and module.stored is not None and module.given.weights is None:
+            left = survey.config is not None and survey.config.ignored.naming(module.name) is not None
             got = "codes that are in ignore" if left else "codes that match no target"
             yield Finding(module.tensor("weight"), "untargeted", got, "a group of the config with its scheme", BOTH)

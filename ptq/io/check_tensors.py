@@ -106,7 +106,7 @@ def value_findings(survey: Survey, weights: bool) -> Iterator[Finding]:
     for module in survey.modules.values():
         if module.rounded is not None:
             module.rounded.check_scales(survey.refusals)
-            known |= {module.parts[part].name for part in SCALES if part in module.parts}
+            known |= {entry.name for part, entry in module.rounded.parts.items() if part in SCALES}
     for name, entry in survey.entries.items():
         if weights and entry.dtype.is_floating_point and known.isdisjoint((name, entry.name)):
             yield from _not_finite(entry.name, dense(entry))

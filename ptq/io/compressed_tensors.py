@@ -33,6 +33,7 @@ WEIGHT = (
     "weight_g_idx",
 )
 SCALES = ("weight_global_scale", "weight_scale")
+_CODES = (torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Stored(Lazy):
         if self.frozen:
             raw = self.parts["weight"]
             return thawed(tensors, self.args, f"{raw.file}: {raw.name}")
-        leaf = decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
+        leaf = self._decoded(tensors)
         leaf = validate(leaf, f"{scale.file}: {scale.name}")  # the quotient of two good numbers may be none
         return self._ordered(leaf, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else leaf
 
@@ -83,6 +84,16 @@ class Stored(Lazy):
         for part in (part for part in SCALES if part in self.parts):
             with guard(self.parts[part].name):
                 self._refuse_wrong(part, dense(self.parts[part]))
+
+    def _decoded(self, tensors: Mapping[str, Tensor]) -> Quantized:
+        zero = self.parts.get("weight_zero_point")
+        if zero is None or not self.args.symmetric:
+            return decoded(tensors, self.args, self.shape, self.dtype, self.straddle)
+        leaf = decoded(tensors, self.args._replace(symmetric=False), self.shape, self.dtype, self.straddle)
+        if leaf.zero is not None and bool((leaf.zero != 0).any()):  # old writers left zeros beside symmetric weights
+            what = "got zero points, and its config says that there are none (symmetric: true)"
+            raise BadInput(f"{zero.file}: {zero.name}: {what}; correct one of them")
+        return replace(leaf, zero=None)
 
     def _refuse_wrong(self, part: str, values: Tensor) -> None:
         grid = LAYOUTS[str(self.args.format)].scales if part == "weight_scale" else None
@@ -124,7 +135,7 @@ def collected(
 
     Args:
         entries: what the files hold.
-        quantization: the config's `quantization_config`.
+        quantization: the config's `quantization_config`; empty, or without groups: tensors alone say what they are.
         classes: name of a weight -> class names of its module.
         dtype: what weights decode to.
         where: the directory, for errors.
@@ -180,9 +191,8 @@ def _stored(
     raw, given = parts.get("weight_packed") or parts.get("weight"), config.args(name.rpartition(".")[0], classes(name))
     if raw is None and config.groups:
         raise BadInput(f"{where}: {name}: there is {', '.join(sorted(parts))} but no weight; download or copy it again")
-    if raw is None or (
-        "weight_packed" not in parts and ("weight_scale" not in parts or (_floats(raw) and given is None))
-    ):
+    coded = given is not None or (raw is not None and raw.dtype in _CODES)  # else scales are beside no codes
+    if raw is None or ("weight_packed" not in parts and not (coded and "weight_scale" in parts)):
         return None
     if "weight_scale" not in parts:
         raise BadInput(f"{where}: no tensor {name}_scale; download or copy it again")
@@ -201,17 +211,14 @@ def _stored(
     return _checked(Stored(parts, args, straddle, dtype, shape), name, where)
 
 
-def _floats(tensor: OnDisk | Masked) -> bool:
-    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-
-
 def _args(
     name: str, parts: Mapping[str, OnDisk | Masked], shape: torch.Size | None, given: Args | None, where: Path
 ) -> Args:
     """The scheme that the config gives, in the format that the tensors are in; or what the tensors say alone."""
     told = inferred({**parts, "weight_shape": shape} if shape else parts)
     if given is None and told is None:
-        raise BadInput(f"{where}: {name} is compressed, but no config group says how")
+        how = "no config group says how, and its tensors leave that open"
+        raise BadInput(f"{where}: {name} is compressed, but {how}")
     if given is None:
         return told  # type: ignore[return-value]  # one of them is there
     layout = LAYOUTS.get(str(given.format))
@@ -240,7 +247,8 @@ def _checked(leaf: Stored, name: str, where: Path) -> Stored:
         raw = leaf.parts.get("weight_packed") or leaf.parts["weight"]
         raise BadInput(f"{raw.file}: {raw.name}: got {raw.dtype} {tuple(raw.shape)}, expected a matrix")
     try:
-        wanted = needed(leaf.args, leaf.shape) if leaf.frozen else expected(leaf.args, leaf.shape, leaf.straddle)
+        args = leaf.args._replace(symmetric=leaf.args.symmetric and "weight_zero_point" not in leaf.parts)
+        wanted = needed(args, leaf.shape) if leaf.frozen else expected(args, leaf.shape, leaf.straddle)
     except BadInput as error:
         raise BadInput(f"{where}: {name}: {error}") from None
     how = f"strategy {leaf.args.strategy} {leaf.args.group_size or leaf.args.block or ''}".rstrip()

@@ -83,10 +83,7 @@ def joined(
 ) -> Mapping[str, Leaf]:
     """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
     parts = bitmask.joined(source.entries, where)
-    if source.quantization is None:
-        return parts
-    kinds = classes_of(skeleton, parts)
-    leaves = collected(parts, source.quantization, kinds, dtype, where, guard)
+    leaves = collected(parts, source.quantization or {}, classes_of(skeleton, parts), dtype, where, guard)
     return source.restored(leaves, _transposed(skeleton, source.stacks))
 
 

@@ -131,11 +131,11 @@ def translated(entries: Mapping[str, OnDisk], quantization: Any, where: Path) ->
     Raises:
         BadInput: a part of a weight is missing, or of a shape or a kind that its method does not have.
     """
-    method = _METHODS.get(_method(quantization))
+    method = _METHODS.get(_told(entries) if quantization is None else _method(quantization))
     if method is None:
         return Source(entries, quantization)
     try:
-        weights = list(method(entries, quantization, where))
+        weights = list(method(entries, quantization or {}, where))
     except (IndexError, KeyError, TypeError) as error:
         raise BadInput(f"{where}: quantization_config is malformed ({error}); download or copy it again") from None
     used = {part.name for weight in weights for part in weight.parts.values()}
@@ -154,6 +154,16 @@ def _config(weights: Sequence[_Weight], others: Iterable[str]) -> dict[str, Any]
     cached = any(name.endswith((".k_scale", ".v_scale", ".kv_scale")) for name in others)
     numbered = {f"group_{i}": group for i, group in enumerate(groups.values())}
     return {"config_groups": numbered, "kv_cache_scheme": _FP8 if cached else None}
+
+
+def _told(entries: Mapping[str, OnDisk]) -> str:
+    """The method that tensors tell, where a config is silent; empty: none of another quantizer."""
+    for name in entries:
+        for mark, codes, dtype, method in _MARKS:
+            owner = entries.get(f"{name.removesuffix(mark)}{codes}") if name.endswith(mark) else None
+            if owner is not None and owner.dtype == dtype:
+                return method
+    return ""
 
 
 def _method(quantization: Any) -> str:
@@ -288,3 +298,10 @@ _METHODS: Mapping[str, Callable[[Mapping[str, OnDisk], Mapping[str, Any], Path],
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
 }
+_MARKS = (
+    ("_scale_inv", "", torch.float8_e4m3fn, "fp8"),
+    ("weight_scale_2", "weight", torch.uint8, "modelopt"),
+    ("_weight_scale_2", "", torch.uint8, "modelopt"),
+    ("_scales", "_blocks", torch.uint8, "mxfp4"),
+)
+"""how the name of a scale ends, and instead of that its codes', their type -> the method"""

@@ -120,7 +120,9 @@ def save(
         format: "auto" (what a weight came in, else pack-quantized for integers and float-quantized for float8),
             "dense", "frozen" (dense, with scales and zero points beside the weights), or one of the formats by name.
             Pruned weights have their zeros stored, unless this is sparse-bitmask or sparse-24-bitmask: these are
-            smaller, and no loader of today but `ptq.load` reads them.
+            smaller, and no loader of today but `ptq.load` reads them. A format by name is for all that is compressed: a
+            weight that it cannot hold, be it of another grid, not pruned or only pruned, is refused. What no format
+            holds, such as the weight of no plain linear, is stored dense, whatever is asked for, and noted.
         shard_size: bytes of tensors in one file.
         resume: whether to go on with what an interrupted run of the same job left; the result is the same, bit for
             bit, as that of a run that was not interrupted.

@@ -32,6 +32,7 @@ from ptq.numerics.lazy import load
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, finite, validate
 from ptq.numerics.maps import Map
 
+_OTHERWISE = "choose another format: auto stores each weight as it can be, dense all"
 _ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
 _UNCUT = "stored dense with its values: its parts cannot be cut or joined one by one to what the checkpoint has"
 
@@ -161,7 +162,10 @@ class Writer:
             record = Record(_attention_name(module, self._files), module, {}, "", [])
             self._account(self._with_maps(record, maps))
         for file, leaf in _unused(self.model).items():
-            record = self._write_leaf(file, leaf, file, loadable=True)
+            if compressed(leaf):
+                record = self._write_leaf(file, leaf, file, loadable=True)
+            else:  # kept whatever it holds
+                record = self._store(file, dense(leaf), file)
             self._account(record, _ignorable(record, None))
         return self._shards.close()
 
@@ -227,6 +231,8 @@ class Writer:
 
     def _write_sparse(self, file: str, leaf: Leaf, form: str, name: str, loadable: bool) -> Record:
         reason = bitmask.unfit(leaf, loadable)
+        if reason and compressed(leaf) and loadable:
+            raise BadInput(f"{name}: cannot be stored as {form}: {reason}; {_OTHERWISE}")
         if reason:
             note = f"stored dense: {reason}" if compressed(leaf) else ""
             return self._store(file, _finite(dense(leaf), name), name, note)
@@ -234,6 +240,8 @@ class Writer:
 
     def _write_quantized(self, file: str, leaf: Leaf, form: str | None, name: str, loadable: bool) -> Record:
         inner = None if form == "dense" else _quantized(leaf)
+        if inner is None and compressed(leaf) and loadable and self._form in LAYOUTS:
+            raise BadInput(f"{name}: cannot be stored as {form}: it is pruned, and not quantized; {_OTHERWISE}")
         if inner is None or isinstance(inner, Indexed):
             return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else "")
         codes = form if form is not None and form in LAYOUTS else default_format(inner)
