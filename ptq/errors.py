@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
 import torch
 
 
@@ -20,6 +24,40 @@ class PtqError(Exception):
 
 class BadInput(PtqError, ValueError):
     """The caller's input cannot work: a file, a recipe, a shape, a pattern. The command line exits with 2."""
+
+
+Guard = Callable[..., AbstractContextManager[Any]]
+"""What a reader enters with each part of its input, given the names of what the part is made of."""
+
+
+def at_once(*about: str) -> AbstractContextManager[None]:
+    """The guard of a reader that ends at its first error."""
+    return nullcontext()
+
+
+class Refusals:
+    """The guard of a reader that is to go on: what it refuses, by name.
+
+    What is made of something that was refused already is passed over in silence.
+
+    >>> refusals = Refusals()
+    >>> for part in ("scale", "weight"):
+    ...     with refusals(part, "scale"):
+    ...         raise BadInput(f"no {part}")
+    >>> refusals.found
+    {'scale': 'no scale'}
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    @contextmanager
+    def __call__(self, *about: str) -> Generator[None]:
+        try:
+            yield
+        except BadInput as error:
+            if self.found.keys().isdisjoint(about):
+                self.found[about[0]] = str(error)
 
 
 class Notice(UserWarning):

@@ -25,7 +25,7 @@ from ptq.io.fused import FUSED
 from ptq.io.hub import open_model
 from ptq.io.matching import Targets
 from ptq.io.save import save
-from ptq.io.survey import ERROR, Finding
+from ptq.io.survey import ERROR
 from ptq.numerics.grids import Float8, Int
 from ptq.numerics.leaves import Leaf, Quantized
 
@@ -55,6 +55,7 @@ MAKERS: dict[str, Callable[[str, int, int], Leaf]] = {
     "asymmetric": lambda _, *shape: channels(*shape, asymmetric=True),
     "gate apart": lambda name, *shape: (channels if "gate" in name else grouped)(*shape),
     "two formats": lambda name, *shape: channels(*shape, **({"grid": Float8()} if "mlp" in name else {})),
+    "float8 groups": lambda _, *shape: quantized(*shape, grid=Float8()),
     "int8": lambda _, *shape: channels(*shape, grid=Int(8)),
 }
 FORMS = {"int8": "int-quantized"}
@@ -105,6 +106,8 @@ class Case(NamedTuple):
     severity: str = ERROR
     also: tuple[str, ...] = ()
     """what else the same damage breaks"""
+    says: str = ""
+    """what its line has in it"""
 
 
 def quantization(edit: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -159,19 +162,50 @@ def dense(*modules: str) -> Callable[[Tensors], Any]:
     return edit
 
 
+def apart(q: dict[str, Any]) -> None:
+    """The activations of attention's linears are rounded, and no others."""
+    attention = q["config_groups"]["group_0"]
+    q["config_groups"]["group_1"] = {**attention, "targets": ["re:.*mlp.*_proj$"], "input_activations": None}
+    attention["targets"] = ["re:.*self_attn.*_proj$"]
+
+
+def transformed(location: str) -> Callable[[dict[str, Any]], Any]:
+    scheme = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": location}]}
+    return top(transform_config={"config_groups": {"v": scheme}})
+
+
+def refused(kind: str, about: str, says: str, tensors: Any = None, config: Any = None) -> Case:
+    """What the reader refuses, and so the check says in its words."""
+    return Case(kind, "unreadable", about, EVERY, tensors, config, says=says)
+
+
 BOTH, VLLM, TRANSFORMERS, EVERY = "vLLM and transformers", "vLLM", "transformers", "every reader"
 G0 = "config_groups.group_0"
-ZERO = torch.zeros(1, dtype=torch.int32)
+ZERO = torch.full((8, 2), -0x77777778, dtype=torch.int32)
+"""zero points of 0, packed"""
+ORDER = torch.arange(64, dtype=torch.int32).flip(0) // 32
 LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 CASES: dict[str, Case] = {
-    "scale is missing": Case("group", "missing", f"{Q}.weight_scale", EVERY, lambda t: t.pop(f"{Q}.weight_scale")),
-    "norm is missing": Case("group", "missing", "model.norm.weight", EVERY, lambda t: t.pop("model.norm.weight")),
-    "shape is missing": Case("group", "missing", f"{Q}.weight_shape", EVERY, lambda t: t.pop(f"{Q}.weight_shape")),
+    "scale is missing": refused(
+        "group", f"{Q}.weight", f"no tensor {Q}.weight_scale", lambda t: t.pop(f"{Q}.weight_scale")
+    ),
+    "norm is missing": refused(
+        "group", "model.norm.weight", "no tensor model.norm.weight", lambda t: t.pop("model.norm.weight")
+    ),
+    "shape is missing": refused(
+        "group", f"{Q}.weight", f"no tensor {Q}.weight_shape", lambda t: t.pop(f"{Q}.weight_shape")
+    ),
+    "shape below 1": refused(
+        "group",
+        f"{Q}.weight",
+        "got [-3, 1], expected sizes above 0",
+        put(f"{Q}.weight_shape", lambda t: torch.tensor([-3, 1])),
+    ),
     "zero points of symmetric": Case(
         "group", "unexpected", f"{Q}.weight_zero_point", VLLM, lambda t: t.update({f"{Q}.weight_zero_point": ZERO})
     ),
     "column order": Case(
-        "group", "unexpected", f"{Q}.weight_g_idx", VLLM, lambda t: t.update({f"{Q}.weight_g_idx": ZERO})
+        "group", "unexpected", f"{Q}.weight_g_idx", BOTH, lambda t: t.update({f"{Q}.weight_g_idx": ORDER})
     ),
     "activation scale": Case(
         "group", "unexpected", f"{Q}.input_scale", VLLM, lambda t: t.update({f"{Q}.input_scale": torch.ones(1)})
@@ -187,11 +221,14 @@ CASES: dict[str, Case] = {
         lambda t: t.update({"mtp.weight": torch.ones(4, 4)}),
         severity="note",
     ),
-    "codes of another type": Case(
-        "group", "dtype", f"{Q}.weight_packed", EVERY, put(f"{Q}.weight_packed", lambda t: t.long())
+    "codes of another type": refused(
+        "group", f"{Q}.weight", f"{Q}.weight_packed: got torch.int64", put(f"{Q}.weight_packed", lambda t: t.long())
     ),
-    "codes of another shape": Case(
-        "group", "shape", f"{Q}.weight_packed", EVERY, put(f"{Q}.weight_packed", lambda t: t[:, :-1])
+    "codes of another shape": refused(
+        "group",
+        f"{Q}.weight",
+        f"{Q}.weight_packed: got torch.int32 (64, 7)",
+        put(f"{Q}.weight_packed", lambda t: t[:, :-1]),
     ),
     "flat scales": Case(
         "channel", "scale-rank", f"{Q}.weight_scale", BOTH, put(f"{Q}.weight_scale", lambda t: t.flatten())
@@ -205,9 +242,6 @@ CASES: dict[str, Case] = {
         "quantization_status",
         TRANSFORMERS,
         config=quantization(lambda q: q.pop("quantization_status")),
-    ),
-    "another method": Case(
-        "group", "method", "quantization_config.quant_method", EVERY, config=top(quant_method="fp8"), severity="note"
     ),
     "no format": Case("group", "format", "format", VLLM, config=top(format=None)),
     "unknown format": Case("group", "format", "format", BOTH, config=top(format="marlin-24")),
@@ -234,11 +268,19 @@ CASES: dict[str, Case] = {
         "group", "sparsity", "sparsity_config.targets", VLLM, config=top(sparsity_config={"targets": ["Linear"]})
     ),
     "cache": Case(
-        "group", "cache", "kv_cache_scheme", TRANSFORMERS, config=top(kv_cache_scheme={"num_bits": 8}), severity="note"
+        "group",
+        "cache",
+        "kv_cache_scheme",
+        TRANSFORMERS,
+        config=top(kv_cache_scheme={"num_bits": 8, "type": "float"}),
+        severity="note",
     ),
-    "groups": Case("group", "group-width", f"{Q}.weight_packed", EVERY, config=scheme(group_size=48)),
+    "integers in the cache": Case(
+        "group", "cache-kind", "kv_cache_scheme", VLLM, config=top(kv_cache_scheme={"num_bits": 8})
+    ),
+    "groups": refused("group", f"{Q}.weight", "groups of 48 do not divide 64 columns", config=scheme(group_size=48)),
     "no target": Case(
-        "group", "untargeted", f"{OUT}.weight", EVERY, config=group(targets=["re:.*mlp", "re:.*[qkv]_proj"])
+        "group", "untargeted", f"{OUT}.weight", BOTH, config=group(targets=["re:.*mlp", "re:.*[qkv]_proj"])
     ),
     "head by class": Case(
         "group",
@@ -285,9 +327,10 @@ CASES: dict[str, Case] = {
         VLLM,
         put(f"{K}.weight_global_scale", lambda t: t * 2),
     ),
-    "groups over devices": Case("group", "group-straddles", f"{DOWN}.weight_scale", VLLM, tp=8),
-    "words over devices": Case("channel", "word-straddles", f"{OUT}.weight_packed", VLLM, tp=16),
-    "rows over devices": Case("channel", "shards", UP, VLLM, tp=3),
+    "groups over devices": Case("group", "group-straddles", f"{DOWN}.weight_scale", VLLM, tp=8, also=("heads",)),
+    "words over devices": Case("channel", "word-straddles", f"{OUT}.weight_packed", VLLM, tp=16, also=("heads",)),
+    "rows over devices": Case("channel", "shards", UP, VLLM, tp=3, also=("heads",)),
+    "heads over devices": Case("FP8_DYNAMIC", "heads", "num_attention_heads", VLLM, tp=8),
     "zero points over devices": Case(
         "asymmetric",
         "zero-point-straddles",
@@ -296,7 +339,7 @@ CASES: dict[str, Case] = {
         dense(*INWARD),
         quantization(lambda q: q["ignore"].extend(INWARD)),
         tp=16,
-        also=("packed-zero-points",),
+        also=("heads", "packed-zero-points"),
     ),
     "blocks over devices": Case(
         "FP8_BLOCK",
@@ -310,7 +353,9 @@ CASES: dict[str, Case] = {
     "two schemes in a fused set": Case("gate apart", "fused-scheme", UP, VLLM),
     "one format for two": Case("two formats", "format", "format", BOTH, config=top(format="pack-quantized")),
     "no format for two": Case("two formats", "group-format", f"{G0}.format", BOTH, config=group(format=None)),
-    "a format that does not hold it": Case("group", "scheme", Q, EVERY, config=scheme(type="float")),
+    "a format that does not hold it": refused(
+        "group", f"{Q}.weight", "float of 4 bits in format pack-quantized", config=scheme(type="float")
+    ),
     "no weights": Case(
         "group",
         "no-weights",
@@ -330,47 +375,68 @@ CASES: dict[str, Case] = {
         ),
         group(targets=["Linear", "Embedding"]),
     ),
-    "NaN in a scale": Case(
-        "group", "values", f"{Q}.weight_scale", EVERY, put(f"{Q}.weight_scale", first(float("nan")))
-    ),
+    "NaN in a scale": refused("group", f"{Q}.weight_scale", "got nan", put(f"{Q}.weight_scale", first(float("nan")))),
     "infinity in a norm": Case(
         "group", "values", "model.norm.weight", EVERY, put("model.norm.weight", first(float("inf")))
     ),
-    "exponent byte 255": Case("MXFP4A16", "values", f"{Q}.weight_scale", EVERY, put(f"{Q}.weight_scale", first(255))),
-    "zero in a scale": Case(
-        "group", "zero-scale", f"{Q}.weight_scale", EVERY, put(f"{Q}.weight_scale", first(0)), severity="note"
+    "exponent byte 255": refused("MXFP4A16", f"{Q}.weight_scale", "got inf", put(f"{Q}.weight_scale", first(255))),
+    "zero in a scale": refused(
+        "group", f"{Q}.weight_scale", "got 0, expected numbers above 0", put(f"{Q}.weight_scale", first(0))
     ),
     "NaN in codes": Case("FP8", "values", f"{UP}.weight", EVERY, put(f"{UP}.weight", first(float("nan")))),
-    "negative scale": Case("group", "values", f"{Q}.weight_scale", EVERY, put(f"{Q}.weight_scale", first(-0.5))),
-    "negative divisor": Case(
-        "NVFP4A16",
-        "values",
-        f"{DOWN}.weight_global_scale",
-        EVERY,
-        put(f"{DOWN}.weight_global_scale", lambda t: -t),
+    "negative scale": refused("group", f"{Q}.weight_scale", "got -0.5", put(f"{Q}.weight_scale", first(-0.5))),
+    **{
+        f"{kind} divisor": refused(
+            "NVFP4A16",
+            f"{DOWN}.weight_global_scale",
+            "expected numbers above 0",
+            put(f"{DOWN}.weight_global_scale", change),
+        )
+        for kind, change in {"negative": torch.neg, "infinite": lambda t: t / 0, "zero": torch.zeros_like}.items()
+    },
+    "no scale of static inputs": refused(
+        "FP8", f"{DOWN}.input_scale", "no tensor", lambda t: t.pop(f"{DOWN}.input_scale")
     ),
-    "infinite divisor": Case(
-        "NVFP4A16",
-        "values",
-        f"{DOWN}.weight_global_scale",
-        EVERY,
-        put(f"{DOWN}.weight_global_scale", lambda t: t / 0),
+    "an order of columns": Case(
+        "group", "column-order", f"{G0}.weights.actorder", BOTH, config=scheme(actorder="group")
     ),
-    "no scale of static inputs": Case(
-        "FP8", "missing", f"{DOWN}.input_scale", EVERY, lambda t: t.pop(f"{DOWN}.input_scale")
+    "transforms": Case("group", "transforms", "transform_config", TRANSFORMERS, config=transformed("input")),
+    "transforms over devices": Case(
+        "group", "engine-transforms", "transform_config", VLLM, config=transformed("output"), tp=2, also=("transforms",)
     ),
-    "no divisor of inputs": Case(
-        "NVFP4A16", "missing", f"{DOWN}.input_global_scale", EVERY, config=group(input_activations=LOCAL)
+    "transforms of queries": Case(
+        "group", "engine-transforms", "transform_config", VLLM, config=transformed("q_attn"), also=("transforms",)
     ),
-    "zero in a scale of inputs": Case(
-        "FP8", "zero-scale", f"{DOWN}.input_scale", EVERY, put(f"{DOWN}.input_scale", lambda t: t * 0)
+    "sparsity is no table": Case("group", "sparsity", "sparsity_config.targets", VLLM, config=top(sparsity_config="x")),
+    "tensors of another format": Case("group", "other-format", Q, BOTH, config=group(format="float-quantized")),
+    "a dense weight that is targeted": Case("group", "not-compressed", f"{DOWN}.weight", BOTH, dense(DOWN)),
+    "words of an old writer": Case(
+        "W3A16", "old-packing", f"{Q}.weight_packed", BOTH, put(f"{Q}.weight_packed", lambda t: t.new_zeros(len(t), 13))
     ),
-    "zero divisor": Case(
-        "NVFP4A16",
-        "zero-scale",
-        f"{DOWN}.weight_global_scale",
-        EVERY,
-        put(f"{DOWN}.weight_global_scale", lambda t: t * 0),
+    "float8 in groups": Case("float8 groups", "kernel", "model.layers.0.self_attn.q_proj", VLLM),
+    "a group without activations beside one with": Case(
+        "W8A8",
+        "unexpected",
+        f"{UP}.input_scale",
+        VLLM,
+        lambda t: t.update({f"{UP}.input_scale": torch.ones(1)}),
+        quantization(apart),
+        also=("kernel",),
+    ),
+    "activation scale of a scheme that keeps none": Case(
+        "W8A8", "unexpected", f"{Q}.input_scale", VLLM, lambda t: t.update({f"{Q}.input_scale": torch.ones(1)})
+    ),
+    "no divisor of inputs": refused(
+        "NVFP4A16", f"{DOWN}.input_global_scale", "no tensor", config=group(input_activations=LOCAL)
+    ),
+    "zero in a scale of inputs": refused(
+        "FP8", f"{DOWN}.input_scale", "got 0", put(f"{DOWN}.input_scale", torch.zeros_like)
+    ),
+    "scale of inputs of another shape": refused(
+        "FP8", f"{DOWN}.input_scale", "got torch.float32 (3,)", put(f"{DOWN}.input_scale", lambda _: torch.ones(3))
+    ),
+    "no scale of static outputs": refused(
+        "FP8", f"{DOWN}.output_scale", "no tensor", config=group(output_activations={"num_bits": 8, "type": "float"})
     ),
 }
 
@@ -392,6 +458,7 @@ def test_what_is_broken_is_found_and_nothing_else(name: str, good: Callable[[str
     meant = [each for each in found if each.rule == case.rule and each.severity == case.severity]
     assert case.about in [each.about for each in meant], found
     assert {each.loaders for each in meant} == {case.loaders}
+    assert case.says in next(each.got for each in meant if each.about == case.about)
     errors = {each.rule for each in found if each.severity == ERROR}
     assert errors == ({case.rule, *case.also} if case.severity == ERROR else set())
 
@@ -399,11 +466,9 @@ def test_what_is_broken_is_found_and_nothing_else(name: str, good: Callable[[str
 def test_every_rule_is_broken_by_a_case() -> None:
     written = "".join(file.read_text() for file in Path(checking.__file__).parent.glob("check*.py"))
     rules = set(re.findall(r'Finding\(\s*[^,]+(?:\([^)]*\))?, "([a-z_-]+)"', written))
-    assert rules - {case.rule for case in CASES.values()} == {
-        "unreadable",
-        "bitmask",
-        "replaced",
-    }  # below, in test_bitmask.py and in test_writer.py
+    elsewhere = {"bitmask", "replaced", "experts", "dense-experts", "experts-group"}
+    # test_bitmask.py, test_writer.py, test_check_experts.py
+    assert rules - {case.rule for case in CASES.values()} == elsewhere
 
 
 @pytest.mark.parametrize("kind", ["channel", "group", "float8", "two formats"])
@@ -419,6 +484,60 @@ def test_transformers_takes_what_the_library_wrote_unless_zero_points_are_packed
         {"packed-zero-points"} if name == "W4A16_ASYM" else set()
     )
     assert not any(each.loaders == EVERY for each in errors)
+
+
+def test_a_name_that_only_ends_like_a_scale_may_be_any_number(good: Callable[[str], Path], tmp_path: Path) -> None:
+    extra = {"logit_scale": torch.tensor(-4.6), "model.norm_scale": torch.zeros(3)}
+    found = check(edited(good("group"), tmp_path / "out", lambda t: t.update(extra)))
+    assert {(each.about, each.rule, each.severity) for each in found} == {(n, "unexpected", "note") for n in extra}
+
+
+def test_heads_of_keys_are_shared_or_repeated(tmp_path: Path) -> None:
+    stock(llama_config(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)).save_pretrained(tmp_path)
+    assert check(tmp_path, 3) == check(tmp_path, 6) == []
+    (found,) = check(tmp_path, 2)
+    assert (found.about, found.rule, found.loaders) == ("num_key_value_heads", "heads", VLLM)
+
+
+def test_one_head_of_keys_is_on_every_device(tmp_path: Path) -> None:
+    """Its 8 rows are not cut, though there are 16 devices."""
+    stock(llama_config(hidden_size=128, num_attention_heads=16, num_key_value_heads=1)).save_pretrained(
+        tmp_path / "source"
+    )
+    model = compressed(open_model(tmp_path / "source"), lambda n, shape: channels(*shape) if ".layers." in n else None)
+    assert check(save(model, tmp_path / "out").path, 16) == []
+
+
+# Configs that make no sense
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        top(config_groups=5),
+        top(config_groups={"W4A16": ["Linear"]}),
+        top(transform_config={"config_groups": [1]}),
+        top(format=["pack-quantized"]),
+        scheme(symmetric=[]),
+        group(weights="W4"),
+        group(targets="Linear"),
+        group(targets=5),
+        group(format=[]),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_one_finding(
+    damage: Callable[[dict[str, Any]], Any], good: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (found,) = check(edited(good("group"), tmp_path / "out", config=damage))
+    assert (found.rule, found.loaders) == ("unreadable", EVERY)
+    with pytest.raises(BadInput) as caught:
+        open_model(tmp_path / "out")
+    assert str(caught.value) == found.got
+
+
+def test_groups_that_are_null_are_none(good: Callable[[str], Path], tmp_path: Path) -> None:
+    found = check(edited(good("FP8_DYNAMIC"), tmp_path / "out", config=top(config_groups=None)))
+    assert {(each.rule, each.loaders) for each in found} == {("untargeted", BOTH)}
 
 
 # Shards
@@ -508,12 +627,18 @@ def test_bad_input_is_no_finding(good: Callable[[str], Path], capsys: pytest.Cap
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_writer_refuses_damage_and_names_the_tensor(
+def test_the_writer_refuses_what_was_damaged_on_its_way_and_names_the_tensor(
     good: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Finding(f"{Q}.weight_scale", "values", "NaN", "finite values", EVERY)
-    monkeypatch.setattr(saving, "check", lambda *_, **__: [found])
-    with pytest.raises(BadInput, match=f"{Q}.weight_scale"):
+    rest = saving._write_config  # what comes between the shards and the check
+
+    def damage(model: Any, writer: Any, directory: Path) -> None:
+        rest(model, writer, directory)
+        tensors = load_file(directory / "model.safetensors")
+        save_file({n: t for n, t in tensors.items() if n != f"{Q}.weight_scale"}, directory / "model.safetensors")
+
+    monkeypatch.setattr(saving, "_write_config", damage)
+    with pytest.raises(BadInput, match=f"no tensor {Q}.weight_scale"):
         save(open_model(good("group")), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -333,6 +333,18 @@ def test_bad_input_is_one_line_that_names_the_place(copied: Path, change: Callab
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("lost", ["w1", ""], ids=["one matrix", "a whole expert"])
+def test_a_piece_of_a_stack_of_experts_that_is_missing_is_named(tmp_path: Path, lost: str) -> None:
+    from transformers import MixtralConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 3}
+    stock(MixtralConfig(vocab_size=96, num_attention_heads=4, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path)
+    expert = "model.layers.0.block_sparse_moe.experts.2."
+    rewritten(tmp_path, lambda t: [t.pop(name) for name in list(t) if name.startswith(expert + lost)])
+    with pytest.raises(BadInput, match=rf"no tensor {expert}w1\.weight; .* model\.layers\.0\.mlp\.experts\.gate_up"):
+        load(tmp_path)
+
+
 def test_a_class_that_nobody_has_is_named(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING", {})
     with pytest.raises(BadInput, match="transformers has no class NoSuchModel"):

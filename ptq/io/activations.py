@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ptq._tree import tensors, tree_map, with_tensors
-from ptq.errors import BadInput
+from ptq.errors import BadInput, Guard, at_once
 from ptq.io.layouts import SCALE_GRIDS, grid_of
 from ptq.io.quantization_config import QUANTIZED, Args, Config, Quantizers
 from ptq.io.safetensors import OnDisk, positive
@@ -50,6 +50,7 @@ def read_maps(
     config: Config,
     classes: Classes,
     where: Path,
+    guard: Guard = at_once,
 ) -> Maps:
     """The maps of a checkpoint by the names in memory.
 
@@ -60,6 +61,7 @@ def read_maps(
         config: what the checkpoint says.
         classes: name of a weight in the file -> class names of its module.
         where: the directory, for errors.
+        guard: what becomes of what is refused.
 
     Raises:
         BadInput: a scale is missing, of a wrong shape or no number above 0.
@@ -69,14 +71,16 @@ def read_maps(
         modules = [_module(source, entries) for source in in_order(sources)]
         given = [_quantizers(config, module, classes) for module in modules]
         for key, role, side in ((name, "input", 1), (f"{name}@out", "output", 2)):
-            maps = [
-                _map(entries, f"{module}.{role}", quantizers[side], where)
-                for module, quantizers in zip(modules, given, strict=True)
-                if quantizers[side] is not None
-            ]
+            maps: list[Map] = []
+            for module, quantizers in zip(modules, given, strict=True):
+                if quantizers[side] is not None:
+                    prefix = f"{module}.{role}"
+                    with guard(*(f"{module}.{part}" for part in kept(quantizers[side], role)), prefix):
+                        maps.append(_map(entries, prefix, quantizers[side], where))
             if maps and len(maps) == len(modules):
-                found[key] = (_together(name, maps),)
-    return found | _attention_maps(skeleton, reading, entries, config, where)
+                with guard(name):
+                    found[key] = (_together(name, maps),)
+    return found | _attention_maps(skeleton, reading, entries, config, where, guard)
 
 
 def _module(source: str, entries: Mapping[str, OnDisk]) -> str | None:
@@ -131,18 +135,20 @@ def _together(name: str, maps: Sequence[Map]) -> Map:
 
 
 def _attention_maps(
-    skeleton: nn.Module, reading: Reading, entries: Mapping[str, OnDisk], config: Config, where: Path
+    skeleton: nn.Module, reading: Reading, entries: Mapping[str, OnDisk], config: Config, where: Path, guard: Guard
 ) -> Maps:
     found: Maps = {}
     for path, stored in _attentions(skeleton, reading):
         inputs = config.quantizers(stored, [c.__name__ for c in type(skeleton.get_submodule(path)).__mro__]).inputs
         wanted = {"q": inputs, "k": inputs or config.cache, "v": inputs or config.cache}
         held = {letter: _held(entries, stored, letter) for letter, args in wanted.items() if args is not None}
-        for letter, prefix in held.items():
+        for letter, known in held.items():
             args = wanted[letter]
             # Where none has a scale nothing is cached: attention over an image.
             if any(held.values()) or (args is not None and args.dynamic):
-                found[f"{path}@{letter}"] = (_map(entries, prefix or f"{stored}.{letter}", args, where),)
+                prefix = known or f"{stored}.{letter}"
+                with guard(f"{prefix}_scale"):
+                    found[f"{path}@{letter}"] = (_map(entries, prefix, args, where),)
     return found
 
 

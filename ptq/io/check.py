@@ -12,20 +12,22 @@ from pathlib import Path
 from torch import nn
 
 from ptq.errors import BadInput
-from ptq.io.bitmask import Masked, joined
+from ptq.io.bitmask import Masked
 from ptq.io.check_config import config_findings, target_findings, untargeted
 from ptq.io.check_engines import fused_findings, head_findings, kernel_findings, parallel_findings
+from ptq.io.check_experts import expert_findings
 from ptq.io.check_replaced import replaced_findings
 from ptq.io.check_tensors import part_findings, presence, value_findings
-from ptq.io.files import read_json
 from ptq.io.hub import skeleton_of
-from ptq.io.quantization_config import KEYS
-from ptq.io.safetensors import headers
-from ptq.io.survey import BOTH, ERROR, EVERY, NOTE, Finding, Survey, surveyed, unwrapped
+from ptq.io.survey import BOTH, ERROR, EVERY, Finding, Survey, surveyed
+from ptq.models.skeleton import copied
 
 
 def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: bool = True) -> list[Finding]:
     """What loaders would fail at, or compute wrong numbers of.
+
+    What every reader fails at is what the reader of this library refuses: it is run, past whatever it refuses. The
+    other rules are about what it does read.
 
     Args:
         path: a directory with config.json and safetensors.
@@ -36,23 +38,18 @@ def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: b
     Raises:
         BadInput: there is no config, or transformers knows no such model.
     """
-    raw = read_json(path / "config.json")
-    table = unwrapped(next(filter(None, map(raw.get, KEYS)), None) or {})
-    method = table.get("quant_method", "compressed-tensors")
-    if method != "compressed-tensors":
-        want = "compressed-tensors, whose checkpoints these rules are for; ptq convert makes one of it"
-        return [Finding("quantization_config.quant_method", "method", repr(method), want, EVERY, NOTE)]
-    found = list(config_findings(table)) if table else []
-    skeleton = skeleton or skeleton_of(path)
+    own = skeleton_of(path) if skeleton is None else copied(skeleton)
     try:
-        entries = joined(headers(path), path)
-        survey = surveyed(path, raw, entries, skeleton)
+        survey = surveyed(path, own)
     except BadInput as error:
-        return [*found, Finding(str(path), "unreadable", str(error), "a whole checkpoint", EVERY)]
-    return [*found, *_bits(survey), *replaced_findings(survey, skeleton), *_findings(survey, tp, weights)]
+        return [Finding(str(path), "unreadable", str(error), "", EVERY)]
+    found = [*replaced_findings(survey, own), *_findings(survey, tp, weights)]
+    refused = [Finding(about, "unreadable", what, "", EVERY) for about, what in survey.refusals.found.items()]
+    return refused + found
 
 
 def _findings(survey: Survey, tp: int, weights: bool) -> Iterator[Finding]:
+    yield from config_findings(survey, tp)
     yield from presence(survey)
     yield from part_findings(survey)
     yield from untargeted(survey)
@@ -61,7 +58,9 @@ def _findings(survey: Survey, tp: int, weights: bool) -> Iterator[Finding]:
     yield from parallel_findings(survey, tp)
     yield from head_findings(survey)
     yield from kernel_findings(survey)
+    yield from expert_findings(survey)
     yield from value_findings(survey, weights)
+    yield from _bits(survey)
 
 
 def _bits(survey: Survey) -> Iterator[Finding]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from ptq.io.layouts import LAYOUTS
 from ptq.io.orders import differences
-from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Finding, Survey
+from ptq.io.quantization_config import Config
+from ptq.io.survey import BOTH, NOTE, TRANSFORMERS, VLLM, Finding, Survey
 
 _SCHEME = {"targets", "weights", "input_activations", "output_activations", "format"}
 _ARGS = {
@@ -17,22 +18,48 @@ _ARGS = {
 _MIXED = "mixed-precision"
 
 
-def config_findings(table: Mapping[str, Any]) -> Iterator[Finding]:
-    """What is wrong with a config whatever the files hold."""
+def config_findings(survey: Survey, tp: int) -> Iterator[Finding]:
+    """What is wrong with a config whatever the files hold; of one that the reader understands."""
+    table, config = survey.table, survey.config
+    if not table or config is None:
+        return
     groups: Mapping[str, Any] = table.get("config_groups") or {}
-    status, sparsity = table.get("quantization_status"), table.get("sparsity_config") or {}
+    status = table.get("quantization_status")
     if status != "compressed" and table.get("format") != "dense":
         yield Finding("quantization_status", "status", repr(status), "'compressed'", TRANSFORMERS)
     if table.get("ignore", []) is None:
         yield Finding("ignore", "ignore-null", "null", "a list", BOTH)
-    if sparsity.get("targets"):
-        got = f"{len(sparsity['targets'])} names or patterns"
+    sparsity: Any = table.get("sparsity_config") or {}
+    pruned = sparsity.get("targets") if isinstance(sparsity, dict) else sparsity
+    if pruned:
+        got = f"{len(pruned)} names or patterns" if isinstance(pruned, list) else repr(pruned)
         yield Finding("sparsity_config.targets", "sparsity", got, "nothing", VLLM)
-    if table.get("kv_cache_scheme"):
-        yield Finding("kv_cache_scheme", "cache", "a scheme", "null: 5.24 does not apply it", TRANSFORMERS, NOTE)
+    yield from _cache(config)
+    yield from _transforms(config, tp)
     yield from _formats(table, groups)
     for name, group in groups.items():
         yield from _keys(f"config_groups.{name}", group)
+
+
+def _cache(config: Config) -> Iterator[Finding]:
+    args = config.cache
+    if args is None:
+        return
+    yield Finding("kv_cache_scheme", "cache", "a scheme", "null: 5.24 does not apply it", TRANSFORMERS, NOTE)
+    if (args.bits, args.kind, args.symmetric) != (8, "float", True):
+        got = f"{args.kind} of {args.bits} bits{'' if args.symmetric else ' with zero points'}"
+        yield Finding("kv_cache_scheme", "cache-kind", got, "symmetric float of 8 bits", VLLM)
+
+
+def _transforms(config: Config, tp: int) -> Iterator[Finding]:
+    """Changes of variables, of which transformers computes none as the model runs, and vLLM some."""
+    if not config.transforms:
+        return
+    got, want = f"{', '.join(config.transforms)} as the model runs", "transforms that are in the weights"
+    yield Finding("transform_config", "transforms", got, want, TRANSFORMERS)
+    if tp > 1 or not {"input", "output"}.issuperset(config.transforms):
+        want = "one device, and none but those of input and output"
+        yield Finding("transform_config", "engine-transforms", got, want, VLLM)
 
 
 def _formats(table: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[Finding]:
@@ -59,13 +86,16 @@ def _keys(about: str, group: Mapping[str, Any]) -> Iterator[Finding]:
     for where, (given, keys) in known.items():
         for key in sorted(set(given) - keys):
             yield Finding(f"{where}.{key}", "unknown-key", repr(given[key]), "no such key", BOTH)
+        if given.get("actorder") in (True, "group", "dynamic"):
+            got, want = repr(given["actorder"]), "null: columns have no order of their own since 0.19"
+            yield Finding(f"{where}.actorder", "column-order", got, want, BOTH)
     if parts["weights"] is None and not all(str(t).endswith("Attention") for t in group.get("targets") or [""]):
         yield Finding(f"{about}.weights", "no-weights", "null", "a scheme", VLLM)
 
 
 def target_findings(survey: Survey) -> Iterator[Finding]:
     """Modules for which two loaders take different schemes, or none."""
-    if survey.config is None:
+    if not survey.table or survey.config is None:
         return
     classes = {name for module in survey.modules.values() for name in module.classes}
     for entry in survey.config.ignore:
@@ -82,9 +112,10 @@ def target_findings(survey: Survey) -> Iterator[Finding]:
 
 
 def untargeted(survey: Survey) -> Iterator[Finding]:
-    """Codes that no group says how to read."""
+    """Codes that no group says how to read: their tensors do, but loaders look at the config alone."""
     for module in survey.modules.values():
-        if survey.table and module.compressed and module.args is None:
+        told = survey.table or survey.config is None  # a foreign config has been told in words of this one
+        if told and module.stored is not None and module.given.weights is None:
             left = survey.config is not None and survey.config.ignored.naming(module.name) is not None
             got = "codes that are in ignore" if left else "codes that match no target"
-            yield Finding(module.tensor("weight"), "untargeted", got, "a group of the config with its scheme", EVERY)
+            yield Finding(module.tensor("weight"), "untargeted", got, "a group of the config with its scheme", BOTH)

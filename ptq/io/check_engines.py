@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ptq.io.fused import HEADS, FusedSet, cut, expert_sets, fused_sets
-from ptq.io.quantization_config import Args
+from ptq.io.quantization_config import Args, Quantizers
 from ptq.io.survey import BOTH, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey, packed_words
 from ptq.numerics.leaves import dense
 
@@ -26,33 +27,41 @@ def fused_findings(survey: Survey) -> Iterator[Finding]:
 
 def _one_scheme(survey: Survey, each: FusedSet) -> Iterator[Finding]:
     members = [survey.modules[name] for name in each.shards]
-    first, schemes = members[0], [m.args for m in members]
-    other = next((m for m in members if m.args != first.args), None)
+    if any(m.leaf is None for m in members):
+        return  # what is refused is told, and has no scheme to compare
+    first = members[0]
+    other = next((m for m in members if m.scheme != first.scheme), None)
     if other is None:
         return
-    if None in schemes:
+    if None in (first.args, other.args):
         dense, packed = (first, other) if first.args is None else (other, first)
         got = f"it is not compressed and {packed.name} is"
         yield Finding(dense.name, "fused-ignore", got, f"all or none of {each.name}", VLLM)
         return
-    got = f"{_said(other.args)}, and {first.name} {_said(first.args)}"
+    got = f"{_said(other.scheme)}, and {first.name} {_said(first.scheme)}"
     yield Finding(other.name, "fused-scheme", got, f"one scheme for {each.name}", VLLM)
 
 
-def _said(args: Args | None) -> str:
-    return "none" if args is None else f"{args.format} {args.bits} bit {args.strategy} {args.group_size or ''}".rstrip()
+def _said(scheme: Quantizers) -> str:
+    return ", activations ".join(
+        f"{args.format or args.kind} {args.bits} bit {args.strategy} {args.group_size or ''}".rstrip()
+        for args in scheme
+        if args is not None
+    )
 
 
 def _one_divisor(survey: Survey, each: FusedSet) -> Iterator[Finding]:
     for part in ("weight_global_scale", "input_global_scale"):
         found = [survey.modules[name].parts.get(part) for name in each.shards]
-        values = {entry.name: dense(entry).flatten() for entry in found if entry is not None}
-        first = next(iter(values.values()), None)
-        for name, value in values.items():
-            if first is not None and not torch.equal(value, first):
-                got, want = f"{value.tolist()}", f"{first.tolist()} as the others of {each.name}: one target for all"
-                yield Finding(name, "fused-global-scale", got, want, VLLM)
-                break
+        values: dict[str, Tensor] = {}
+        for entry in (entry for entry in found if entry is not None):
+            with survey.refusals(entry.name):
+                values[entry.name] = dense(entry).flatten()
+        first = next(iter(values), "")
+        other = next((name for name, value in values.items() if not torch.equal(value, values[first])), None)
+        if other is not None:
+            want = f"one number for {each.name}: one target for all"
+            yield Finding(other, "fused-global-scale", f"another number than {first}", want, VLLM)
 
 
 def _whole_blocks(survey: Survey, each: FusedSet) -> Iterator[Finding]:
@@ -63,11 +72,22 @@ def _whole_blocks(survey: Survey, each: FusedSet) -> Iterator[Finding]:
 
 
 def parallel_findings(survey: Survey, tp: int) -> Iterator[Finding]:
-    """Weights whose groups, words or zero points would straddle two devices, or two members of a fused module."""
+    """Heads that devices cannot share, and weights whose groups, words or zero points would straddle two shards."""
+    yield from _heads(survey, tp)
     fused = {name for each in fused_sets(survey.modules) for name in each.shards}
     for module in survey.modules.values():
         if module.args is not None and len(module.shape) == 2:
             yield from _straddling(survey, module, module.args, tp, module.name in fused)
+
+
+def _heads(survey: Survey, tp: int) -> Iterator[Finding]:
+    """Each device has as many heads; keys and values have fewer, which may be repeated."""
+    heads, fewer = survey.heads, survey.key_value_heads
+    if heads is not None and heads % tp:
+        yield Finding("num_attention_heads", "heads", f"{heads} heads", f"a multiple of {tp}", VLLM)
+    elif fewer is not None and fewer % tp and tp % fewer:
+        want = f"a multiple or a divisor of {tp}"
+        yield Finding("num_key_value_heads", "heads", f"{fewer} heads", want, VLLM)
 
 
 def _straddling(survey: Survey, module: Module, args: Args, tp: int, fused: bool) -> Iterator[Finding]:
@@ -108,7 +128,7 @@ def head_findings(survey: Survey) -> Iterator[Finding]:
     head = survey.modules.get(survey.head)
     if not survey.tied or head is None:
         return
-    if head.compressed:
+    if head.stored is not None:
         want = "a dense head, or tie_word_embeddings false"
         yield Finding(head.name, "tied-head", "codes while tie_word_embeddings is true", want, BOTH)
     else:
@@ -118,35 +138,36 @@ def head_findings(survey: Survey) -> Iterator[Finding]:
 
 def kernel_findings(survey: Survey) -> Iterator[Finding]:
     """Schemes that an engine has no kernel for, or few devices; told once each, with a module that has it."""
-    seen: set[tuple[Args, bool]] = set()
-    for module in survey.modules.values():
+    seen: set[tuple[object, ...]] = set()
+    for module in survey.modules.values() if survey.table else ():
         embedding = "Embedding" in module.classes
-        if module.args is not None and module.compressed and (module.args, embedding) not in seen:
-            seen.add((module.args, embedding))
-            yield from _kernels(module, module.args, _active(survey))
+        kind = (*module.scheme, embedding, module.piece)
+        if module.args is not None and kind not in seen:
+            seen.add(kind)
+            yield from _kernels(module, module.args)
             if embedding:
                 yield Finding(module.name, "embedding", "a compressed embedding", "a dense one", TRANSFORMERS)
 
 
-def _active(survey: Survey) -> bool:
-    return any(group.get("input_activations") for group in (survey.table.get("config_groups") or {}).values())
-
-
-def _kernels(module: Module, args: Args, active: bool) -> Iterator[Finding]:
+def _kernels(module: Module, args: Args) -> Iterator[Finding]:
     if args.format == "pack-quantized":
-        yield from _packed_kernels(module.name, args)
-    elif args.kind == "int" and not active:
+        yield from _packed_kernels(module, args)
+    elif args.kind == "int" and module.given.inputs is None:
         yield Finding(module.name, "kernel", f"{args.format} without activations", "pack-quantized", VLLM)
     elif args.kind == "int" and not args.symmetric:
         want = "symmetric weights where activations are integers"
         yield Finding(module.name, "kernel", "zero points", want, VLLM)
+    elif args.strategy == "group" and args.format in ("float-quantized", "naive-quantized"):
+        got = f"float8 in groups of {args.group_size}"
+        yield Finding(module.name, "kernel", got, "one scale for the tensor, or of channels or blocks", VLLM)
     elif args.format == "mxfp6-pack-quantized":
         yield Finding(module.name, "kernel", args.format, "another format", VLLM)
     elif args.format == "mxfp8-quantized" and args.scale_dtype is None:
         yield Finding(module.name, "kernel", "no scale_dtype", "torch.uint8", VLLM)
 
 
-def _packed_kernels(name: str, args: Args) -> Iterator[Finding]:
+def _packed_kernels(module: Module, args: Args) -> Iterator[Finding]:
+    name = module.name
     if args.strategy == "tensor":
         yield Finding(name, "kernel", "one scale for a tensor", "scales of channels or groups", VLLM)
     if args.bits not in (4, 8) or args.group_size not in _MARLIN:
@@ -154,7 +175,8 @@ def _packed_kernels(name: str, args: Args) -> Iterator[Finding]:
         yield Finding(name, "kernel", got, "4 or 8 bits, groups of 32, 64 or 128 or channels, for Marlin", VLLM, NOTE)
     if args.symmetric:
         return
-    want = "symmetric weights, int-quantized, or CompressedTensorsConfig(dequantize=True)"
-    yield Finding(name, "packed-zero-points", "packed zero points", want, TRANSFORMERS)
+    if not module.piece:
+        want = "symmetric weights, int-quantized, or CompressedTensorsConfig(dequantize=True)"
+        yield Finding(name, "packed-zero-points", "packed zero points", want, TRANSFORMERS)
     if args.bits != 4:
         yield Finding(name, "kernel", f"zero points of {args.bits} bits", "4 bits for Marlin", VLLM, NOTE)

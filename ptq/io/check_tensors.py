@@ -1,4 +1,4 @@
-"""Rules of single tensors: which there are, of what type and shape, and what no value may be."""
+"""Rules of single tensors that this reader takes: what loaders register no place for, and what no value may be."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ptq.errors import BadInput
 from ptq.io.activations import ACTIVATIONS, CACHE, kept
-from ptq.io.compressed_tensors import WEIGHT
-from ptq.io.layouts import LAYOUTS, Part, expected, fits, grid_of
+from ptq.io.compressed_tensors import SCALES, WEIGHT, Stored
+from ptq.io.layouts import LAYOUTS, Part, expected
 from ptq.io.quantization_config import Args
-from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey
+from ptq.io.survey import BOTH, EVERY, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey, packed_words
 from ptq.numerics.chunks import few_rows
 from ptq.numerics.leaves import dense, finite
 
 
 def presence(survey: Survey) -> Iterator[Finding]:
-    """What the model needs and lacks, and what it has no place for."""
-    for name in survey.missing:
-        yield Finding(name, "missing", "no tensor", "one for the model's parameter", EVERY)
+    """What the model has no place for."""
+    parts = (item for module in survey.modules.values() for item in module.parts.items())
+    taken = {entry.name for part, entry in parts if part != "weight"}
     for name in survey.unused:
         part = name.rpartition(".")[2]
+        if name in taken or (part in CACHE and survey.table):
+            continue  # told with their modules, and with the cache
         if part in (*WEIGHT[1:], *ACTIVATIONS):
             yield Finding(name, "unexpected", "a tensor", "none: no module has it", VLLM)
         else:
@@ -30,111 +31,85 @@ def presence(survey: Survey) -> Iterator[Finding]:
 
 
 def part_findings(survey: Survey) -> Iterator[Finding]:
-    """The tensors of each weight against its scheme."""
+    """The tensors of each weight against what its scheme makes loaders register."""
+    if not survey.table or survey.config is None:
+        return
     for module in survey.modules.values():
-        if module.args is not None and survey.config is not None and survey.config.packed:
-            yield from _layout(module, module.args)
-        elif survey.table and not module.compressed:
-            for part in module.parts.keys() - {"weight", *ACTIVATIONS}:
-                yield _extra(module, part, "its weight is dense")
-    yield from _activations(survey)
+        if module.stored is not None:
+            yield from _registered(module, module.stored)
+        elif module.leaf is not None and survey.config.packed:
+            yield from _beside_dense(module)
+        yield from _activations(module)
+    yield from _cache(survey)
 
 
-def _layout(module: Module, args: Args) -> Iterator[Finding]:
-    layout = LAYOUTS.get(str(args.format))
-    if layout is None or grid_of(args) not in layout.grids:
-        got = f"{args.kind} of {args.bits} bits in {args.format}"
-        yield Finding(module.name, "scheme", got, f"one of {', '.join(LAYOUTS)} that holds it", EVERY)
-        return
-    if len(module.shape) < 2:
-        raw = next((part for part in (layout.weight, "weight") if part in module.parts), layout.weight)
-        yield Finding(module.tensor(raw), "missing", f"shape {tuple(module.shape)}", "a matrix", EVERY)
-        return
-    try:
-        needed = expected(args, module.shape)
-    except BadInput as error:
-        yield Finding(module.tensor(layout.weight), "group-width", str(error), "groups that divide the width", EVERY)
-        return
-    for part, need in needed.items():
-        yield from _part(module, args, part, need)
+def _registered(module: Module, leaf: Stored) -> Iterator[Finding]:
+    args, needed = leaf.args, expected(leaf.args, leaf.shape)
+    given = module.given.weights
+    if given is not None and given.format in LAYOUTS and given.format != args.format:
+        yield Finding(module.name, "other-format", f"tensors of {args.format}", f"those of {given.format}", BOTH)
+    if packed_words(args) and 32 % args.bits and not leaf.straddle:
+        want = "codes that may straddle words, as since compressed-tensors 0.18"
+        yield Finding(module.tensor("weight_packed"), "old-packing", "whole codes in each word", want, BOTH)
+    elif len(leaf.shape) == 2:
+        for part, need in needed.items():
+            yield from _rank(module, args, part, need)
     for part in module.parts.keys() - needed.keys() - set(ACTIVATIONS):
-        yield _extra(module, part, "the scheme is symmetric" if part == "weight_zero_point" else f"{args.format}")
+        why = "the scheme is symmetric" if part == "weight_zero_point" else f"{args.format}"
+        yield _extra(module, part, why, BOTH if part == "weight_g_idx" else VLLM)
 
 
-def _part(module: Module, args: Args, part: str, need: Part) -> Iterator[Finding]:
-    name, got = module.tensor(part), module.parts.get(part)
-    types = "floats" if len(need.dtypes) > 2 else " or ".join(map(str, need.dtypes))
-    shape = _exact(need, args, part)
-    if got is None:
-        yield Finding(name, "missing", "no tensor", f"{types} {shape}", EVERY)
-    elif got.dtype not in need.dtypes:
-        yield Finding(name, "dtype", str(got.dtype), types, EVERY)
-    elif not fits(need, got.shape):
-        yield Finding(name, "shape", str(tuple(got.shape)), str(shape), EVERY)
-    elif tuple(got.shape) != shape and len(module.shape) == 2:
-        concerned = TRANSFORMERS if not got.shape else BOTH
-        yield Finding(name, "scale-rank", str(tuple(got.shape)), str(shape), concerned)
+def _rank(module: Module, args: Args, part: str, need: Part) -> Iterator[Finding]:
+    """Loaders do not take a tensor with other dimensions of 1 than those they register."""
+    got = tuple(module.parts[part].shape)
+    shape = (1,) if need.loose and args.strategy == "tensor" and part != "weight" else need.shape
+    if got != shape:
+        yield Finding(module.tensor(part), "scale-rank", str(got), str(shape), BOTH if got else TRANSFORMERS)
 
 
-def _exact(need: Part, args: Args, part: str) -> tuple[int, ...]:
-    """What loaders register, which do not take a tensor with other dimensions of 1."""
-    return (1,) if need.loose and args.strategy == "tensor" and part != "weight" else need.shape
+def _beside_dense(module: Module) -> Iterator[Finding]:
+    for part in module.parts.keys() - {"weight", *ACTIVATIONS}:
+        yield _extra(module, part, "its weight is dense")
+    if module.given.weights is not None and module.given.weights.format in LAYOUTS:
+        want = f"{module.given.weights.format}, or the module in ignore"
+        yield Finding(module.tensor("weight"), "not-compressed", "a dense weight", want, BOTH)
 
 
-def _extra(module: Module, part: str, why: str) -> Finding:
-    return Finding(module.tensor(part), "unexpected", "a tensor", f"none: {why}", VLLM)
+def _extra(module: Module, part: str, why: str, loaders: str = VLLM) -> Finding:
+    return Finding(module.tensor(part), "unexpected", "a tensor", f"none: {why}", loaders)
 
 
-def _activations(survey: Survey) -> Iterator[Finding]:
-    """Scales of activations, where the config asks for none, or for some that are not there."""
-    for module in survey.modules.values():
-        yield from _asked_for(module)
-    groups = (survey.table.get("config_groups") or {}).values()
-    asked = any(group.get(key) for group in groups for key in ("input_activations", "output_activations"))
-    if survey.table and not asked:
-        for module in survey.modules.values():
-            for part in module.parts.keys() & set(ACTIVATIONS):
-                yield _extra(module, part, "the config quantizes no activations")
-    if survey.table and not (asked or survey.table.get("kv_cache_scheme")):
-        for name in survey.entries:
-            if name.rpartition(".")[2] in CACHE:
-                yield Finding(name, "unexpected", "a tensor", "none: the config quantizes no cache", VLLM)
+def _activations(module: Module) -> Iterator[Finding]:
+    """Scales of activations that the scheme of the module has not."""
+    asked = {*kept(module.given.inputs, "input"), *kept(module.given.outputs, "output")}
+    for part in module.parts.keys() & set(ACTIVATIONS) - asked:
+        yield _extra(module, part, "the scheme of its module keeps no such number of activations")
 
 
-def _asked_for(module: Module) -> Iterator[Finding]:
-    """What the scheme of a module's input or output keeps in files, since nothing finds it as the model runs."""
-    for role, args in (("input", module.inputs), ("output", module.outputs)):
-        for part in (part for part in kept(args, role) if part not in module.parts):
-            want = f"what its {role}s are rounded by: its scheme is not dynamic"
-            yield Finding(module.tensor(part), "missing", "no tensor", want, EVERY)
+def _cache(survey: Survey) -> Iterator[Finding]:
+    config = survey.config
+    if config is None or config.cache is not None or any(g.weights is None and g.inputs for g in config.groups):
+        return
+    for name in survey.entries:
+        if name.rpartition(".")[2] in CACHE:
+            yield Finding(name, "unexpected", "a tensor", "none: the config quantizes no cache", VLLM)
 
 
 def value_findings(survey: Survey, weights: bool) -> Iterator[Finding]:
-    """Scales, and other floats, that are not numbers; one tensor in memory at a time.
+    """Floats that are not numbers, one tensor in memory at a time; scales by the reader, which refuses them.
 
     Args:
         survey: a checkpoint.
         weights: whether floats other than scales are read too, codes that are floats among them.
     """
+    known = {*survey.buffers}
+    for module in survey.modules.values():
+        if module.rounded is not None:
+            module.rounded.check_scales(survey.refusals)
+            known |= {entry.name for part, entry in module.rounded.parts.items() if part in SCALES}
     for name, entry in survey.entries.items():
-        if name.endswith("_scale"):
-            yield from _scales(name, dense(entry))
-        elif weights and entry.dtype.is_floating_point and name not in survey.buffers:
-            yield from _not_finite(name, dense(entry))
-
-
-def _scales(name: str, t: Tensor) -> Iterator[Finding]:
-    if t.dtype == torch.uint8:
-        if bool((t == 255).any()):
-            yield Finding(name, "values", "exponent byte 255", "at most 254", EVERY)
-        return
-    yield from _not_finite(name, t)
-    wide = t.float()
-    if bool((wide < 0).any()):
-        yield Finding(name, "values", f"{float(wide.min()):g}", "scales above 0", EVERY)
-    if bool((wide == 0).any()):
-        weight = name.endswith("weight_scale")  # the others are divided by
-        yield Finding(name, "zero-scale", "0", "scales above 0", EVERY, **({"severity": NOTE} if weight else {}))
+        if weights and entry.dtype.is_floating_point and known.isdisjoint((name, entry.name)):
+            yield from _not_finite(entry.name, dense(entry))
 
 
 def _not_finite(name: str, t: Tensor) -> Iterator[Finding]:

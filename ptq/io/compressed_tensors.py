@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.errors import BadInput
+from ptq.errors import BadInput, Guard, at_once
 from ptq.io.activations import PARTS
 from ptq.io.bitmask import Masked
 from ptq.io.frozen import held, needed, thawed
@@ -20,7 +20,7 @@ from ptq.io.quantization_config import Args, Config, parse
 from ptq.io.safetensors import OnDisk, positive, sizes
 from ptq.numerics.indexed import Indexed, simplest
 from ptq.numerics.lazy import Lazy
-from ptq.numerics.leaves import Leaf, Quantized, Sparse, compressed, nbytes, validate
+from ptq.numerics.leaves import Leaf, Quantized, Sparse, compressed, dense, nbytes, validate
 from ptq.numerics.tiles import spread
 
 WEIGHT = (
@@ -32,6 +32,7 @@ WEIGHT = (
     "weight_shape",
     "weight_g_idx",
 )
+SCALES = ("weight_global_scale", "weight_scale")
 _CODES = (torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn)
 
 
@@ -64,7 +65,7 @@ class Stored(Lazy):
         return Sparse(leaf, pruned.mask, pruned.pattern) if self.args.symmetric else leaf
 
     def _leaf(self, tensors: Mapping[str, Tensor]) -> Leaf:
-        for part in (part for part in ("weight_global_scale", "weight_scale") if part in tensors):
+        for part in (part for part in SCALES if part in tensors):
             self._refuse_wrong(part, tensors[part])
         scale = self.parts["weight_scale"]
         if self.frozen:
@@ -73,6 +74,16 @@ class Stored(Lazy):
         leaf = self._decoded(tensors)
         leaf = validate(leaf, f"{scale.file}: {scale.name}")  # the quotient of two good numbers may be none
         return self._ordered(leaf, tensors["weight_g_idx"]) if "weight_g_idx" in tensors else leaf
+
+    def check_scales(self, guard: Guard = at_once) -> None:
+        """Reads scales and divisors alone, of which each is a number above 0.
+
+        Raises:
+            BadInput: one is not, as the guard lets it.
+        """
+        for part in (part for part in SCALES if part in self.parts):
+            with guard(self.parts[part].name):
+                self._refuse_wrong(part, dense(self.parts[part]))
 
     def _decoded(self, tensors: Mapping[str, Tensor]) -> Quantized:
         zero = self.parts.get("weight_zero_point")
@@ -116,6 +127,7 @@ def collected(
     classes: Callable[[str], Sequence[str]],
     dtype: torch.dtype,
     where: Path,
+    guard: Guard = at_once,
 ) -> dict[str, Leaf]:
     """The tensors of a compressed checkpoint with the parts of each weight made one leaf, `<module>.weight`.
 
@@ -127,24 +139,32 @@ def collected(
         classes: name of a weight -> class names of its module.
         dtype: what weights decode to.
         where: the directory, for errors.
+        guard: what becomes of a weight that is refused.
 
     Raises:
         BadInput: a part is missing or of a wrong shape; a scheme is not read.
     """
     config = parse(quantization, where)
-    modules: dict[str, dict[str, OnDisk | Masked]] = {}
-    for name, entry in entries.items():
-        module, _, part = name.rpartition(".")
-        if part in WEIGHT:
-            modules.setdefault(module, {})[part] = entry
+    modules = by_module(entries, WEIGHT)
     extra = PARTS if config.beyond else ()
     leaves: dict[str, Leaf] = {n: e for n, e in entries.items() if n.rpartition(".")[2] not in (*WEIGHT, *extra)}
     for module, parts in modules.items():
         name = f"{module}.weight" if module else "weight"
-        leaf = _stored(name, parts, config, classes, dtype, where)
-        owner = name.removesuffix("weight")
-        leaves |= {f"{owner}{part}": entry for part, entry in parts.items()} if leaf is None else {name: leaf}
+        with guard(name):
+            leaf = _stored(name, parts, config, classes, dtype, where)
+            owner = name.removesuffix("weight")
+            leaves |= {f"{owner}{part}": entry for part, entry in parts.items()} if leaf is None else {name: leaf}
     return leaves
+
+
+def by_module(entries: Mapping[str, OnDisk | Masked], parts: Collection[str]) -> dict[str, dict[str, OnDisk | Masked]]:
+    """Module -> its tensors of these local names."""
+    modules: dict[str, dict[str, OnDisk | Masked]] = {}
+    for name, entry in entries.items():
+        module, _, part = name.rpartition(".")
+        if part in parts:
+            modules.setdefault(module, {})[part] = entry
+    return modules
 
 
 def zeroed(leaf: Quantized, mask: Tensor) -> Quantized:

@@ -60,8 +60,9 @@ class Source(NamedTuple):
         """
         found = dict(leaves)
         for name, told in self.stacks.items():
-            leaf = found.pop(f"{name}.weight")
-            found[name] = Turned(leaf) if (turned(name) if told is None else told) else leaf
+            leaf = found.pop(f"{name}.weight", None)
+            if leaf is not None:  # else it was refused
+                found[name] = Turned(leaf) if (turned(name) if told is None else told) else leaf
         return found
 
 

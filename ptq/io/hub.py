@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,20 +14,15 @@ from torch import nn
 
 from ptq.base import State
 from ptq.errors import BadInput, Notice, PtqError
-from ptq.io import bitmask
-from ptq.io.activations import Maps, read_maps
-from ptq.io.compressed_tensors import collected
+from ptq.io.contents import classes_of, contents, source_of
 from ptq.io.files import read_json
-from ptq.io.foreign import Source, quantization_of, translated
+from ptq.io.foreign import Source
 from ptq.io.orders import differences
-from ptq.io.pruned import PRUNED, pruned
-from ptq.io.quantization_config import KEYS, Config, parse
-from ptq.io.safetensors import headers
-from ptq.io.survey import head_of
+from ptq.io.quantization_config import KEYS, Config
 from ptq.models.model import Model
-from ptq.models.naming import Reading, assigned, names_in_files, read, splitting
-from ptq.models.skeleton import aliases, checkpoint_dtype, from_config, remember_conversions, set_buffers
-from ptq.numerics.leaves import Leaf, dense
+from ptq.models.naming import Reading
+from ptq.models.skeleton import checkpoint_dtype, from_config, head_of, set_buffers
+from ptq.numerics.leaves import dense
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -89,25 +84,21 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     if not (where / "config.json").is_file():
         what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
         raise BadInput(f"{where}: {what}")
-    given = [read_json(where / "config.json").get(key) for key in KEYS]
-    source = translated(headers(where), quantization_of(given, where), where)
-    dtype = checkpoint_dtype(source.entries.values())
-    skeleton: Any = skeleton_of(where, trust_remote_code, dtype)
-    reading = read(skeleton, joined(skeleton, source, dtype, where))
-    # Loaders know compressed experts one by one, wherever a file stacked them.
-    remember_conversions(skeleton, [*reading.conversions, *splitting(skeleton, source.stacks)])
-    params, tied = _parameters(skeleton, reading, where)
-    if not params:
+    source = source_of(where)
+    skeleton: Any = skeleton_of(where, trust_remote_code, checkpoint_dtype(source.entries.values()))
+    found = contents(where, source, skeleton)
+    reading = found.reading
+    if not found.params:
         raise BadInput(f"{where / 'config.json'}: architectures: {type(skeleton).__name__} has no parameters")
     set_buffers(skeleton, {n: dense(reading.leaves[n]) for n, _ in skeleton.named_buffers() if n in reading.leaves})
     if (where / "generation_config.json").is_file() and getattr(skeleton, "generation_config", None) is not None:
         with foreign(where / "generation_config.json"):
             skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
-    config = None if source.quantization is None else parse(source.quantization, where)
-    if config is not None:
-        _tell_orders(skeleton, reading, source, config, where)
-    state = State(params, _maps(skeleton, reading, source, config, where))
-    return Model(skeleton, state, tied, skeleton.config, _tokenizer(where, trust_remote_code), where)
+    if found.config is not None:
+        _tell_orders(skeleton, reading, source, found.config, where)
+        _tell_beyond(found.config, where)
+    state = State(dict(found.params), found.maps)
+    return Model(skeleton, state, dict(found.tied), skeleton.config, _tokenizer(where, trust_remote_code), where)
 
 
 def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -119,33 +110,9 @@ def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype
         return from_config(_model_class(config, where, trust_remote_code), config, dtype)
 
 
-def joined(skeleton: nn.Module, source: Source, dtype: torch.dtype, where: Path) -> Mapping[str, Leaf]:
-    """The leaves of a checkpoint by their names in the file, the parts of compressed weights joined."""
-    parts = bitmask.joined(source.entries, where)
-    classes = _classes(skeleton, parts)
-    leaves = collected(parts, source.quantization or {}, classes, dtype, where)
-    restored = source.restored(leaves, _transposed(skeleton, source.stacks))
-    told = read_json(where / "config.json").get(PRUNED)
-    if told is None:
-        return restored
-    turned = _transposed(skeleton, restored)
-    return pruned(restored, told, lambda name: turned(name) or "Conv1D" in classes(name), where)
-
-
-def _transposed(skeleton: nn.Module, stacks: Iterable[str]) -> Callable[[str], bool]:
-    """Whether the model multiplies by a stack of experts as it is, `[e, in, out]`: transformers marks their modules."""
-    names = assigned(skeleton, stacks)
-
-    def turned(stack: str) -> bool:
-        owner = skeleton.get_submodule(names[stack].rpartition(".")[0]) if stack in names else None
-        return bool(getattr(owner, "is_transposed", False))
-
-    return turned
-
-
 def _tell_orders(skeleton: nn.Module, reading: Reading, source: Source, config: Config, where: Path) -> None:
     """Says where a serving engine would read a weight by another scheme than it is read by here."""
-    classes = _classes(skeleton, source.entries)
+    classes = classes_of(skeleton, source.entries)
     named = (name.rpartition(".") for name in source.entries)
     modules = {module: classes(f"{module}.weight") for module, _, part in named if part == "weight_scale"}
     path = f"{head_of(skeleton)}.weight"
@@ -159,53 +126,12 @@ def _tell_orders(skeleton: nn.Module, reading: Reading, source: Source, config: 
         warnings.warn(f"{where}: {what}; make targets exclude each other", Notice, stacklevel=3)
 
 
-def _maps(skeleton: nn.Module, reading: Reading, source: Source, config: Config | None, where: Path) -> Maps:
-    if config is not None and config.transforms:
+def _tell_beyond(config: Config, where: Path) -> None:
+    if config.transforms:
         warnings.warn(f"{where}: its config also has transforms, which are not read", Notice, stacklevel=3)
-    if config is None or not config.beyond:
-        return {}
-    what = f"its config also quantizes {config.beyond}; only weights are computed with"
-    warnings.warn(f"{where}: {what}", Notice, stacklevel=3)
-    return read_maps(skeleton, reading, source.entries, config, _classes(skeleton, source.entries), where)
-
-
-def _classes(skeleton: nn.Module, entries: Iterable[str]) -> Callable[[str], Sequence[str]]:
-    """Name of a weight in a file -> class names of its module."""
-    names = assigned(skeleton, {f"{name.rpartition('.')[0]}.weight" for name in entries})
-
-    def classes(weight: str) -> list[str]:
-        if weight not in names:  # a piece of a stack of experts: a linear wherever experts are modules
-            return ["Linear", "Module"]
-        return [c.__name__ for c in type(skeleton.get_submodule(names[weight].rpartition(".")[0])).__mro__]
-
-    return classes
-
-
-def _parameters(skeleton: nn.Module, reading: Reading, where: Path) -> tuple[dict[str, Leaf], dict[str, str]]:
-    """Canonical parameters in the module's order, and the aliases that hold in this checkpoint."""
-    tied = aliases(skeleton)
-    leaves, params = dict(reading.leaves), {}
-    for alias, name in list(tied.items()):
-        if alias in leaves and name not in leaves:
-            leaves[name] = leaves[alias]
-        elif alias in leaves and not torch.equal(dense(leaves[alias]), dense(leaves[name])):
-            del tied[alias]  # the file has the last word: these were trained apart
-    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-        if name in tied:
-            continue
-        if name not in leaves:
-            expected = names_in_files(skeleton, {name: parameter.shape})[name]
-            raise BadInput(f"{where}: no tensor {expected[0]}; the model's parameter {name} is made of it")
-        _check(leaves[name], parameter, f"{where}: {reading.sources.get(name, (name,))[0]}", name)
-        params[name] = leaves[name]
-    return params, tied
-
-
-def _check(leaf: Leaf, parameter: nn.Parameter, stored: str, name: str) -> None:
-    if leaf.shape != parameter.shape:
-        raise BadInput(f"{stored}: got shape {tuple(leaf.shape)}, expected {tuple(parameter.shape)} for {name}")
-    if parameter.is_floating_point() and not (leaf.dtype.is_floating_point and leaf.dtype.itemsize > 1):
-        raise BadInput(f"{stored}: got {leaf.dtype} without a scale, expected floats of 16 bits or more for {name}")
+    if config.beyond:
+        what = f"its config also quantizes {config.beyond}; only weights are computed with"
+        warnings.warn(f"{where}: {what}", Notice, stacklevel=3)
 
 
 def _config(where: Path, trust_remote_code: bool) -> Any:

@@ -32,6 +32,8 @@ _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 _DYNAMIC = ("tensor", "token", "group", "tensor_group")
 _STATIC = ("tensor", "attn_head")
 _LOCAL = ("tensor_group",)
+_ONLINE = {"input", "output", "q_attn", "k_cache"}
+"""where transforms are computed as the model runs; elsewhere they are in the weights already"""
 
 
 class Args(NamedTuple):
@@ -87,8 +89,8 @@ class Config:
     """how keys and values are rounded"""
     beyond: str
     """what the file quantizes besides weights, in words; empty: nothing"""
-    transforms: bool
-    """whether the model has changes of variables that are computed as it runs"""
+    transforms: tuple[str, ...]
+    """where the model has changes of variables that are computed as it runs, and not in its weights"""
 
     def args(self, name: str, classes: Sequence[str]) -> Args | None:
         """How the weights of a module are stored."""
@@ -149,7 +151,7 @@ def _parse(raw: Any, where: Path) -> Config:
     if method != "compressed-tensors":
         known = "compressed-tensors, fp8, mxfp4, modelopt or nothing"
         raise BadInput(f"{where}: quantized by {method!r}, which is not read; expected {known}")
-    groups: dict[str, Any] = {n: g for n, g in table.get("config_groups", {}).items() if any(map(g.get, _ROLES))}
+    groups = {name: group for name, group in _schemes(table, where).items() if any(map(group.get, _ROLES))}
     cache: Any = table.get("kv_cache_scheme")
     ignore: tuple[Any, ...] = tuple(table.get("ignore") or ())
     if not all(isinstance(target, str) for target in ignore):
@@ -162,7 +164,7 @@ def _parse(raw: Any, where: Path) -> Config:
         packed=table.get("quantization_status", "compressed") == "compressed",
         cache=_activation_args("kv_cache_scheme", cache, where) if cache else None,
         beyond=", ".join(_beyond(table)),
-        transforms=bool((table.get("transform_config") or {}).get("config_groups")),
+        transforms=tuple(sorted(_places(table.get("transform_config") or {}) & _ONLINE)),
     )
 
 
@@ -233,11 +235,27 @@ def _fields(args: Args | None) -> dict[str, Any] | None:
     return fields | block | ({"scale_dtype": args.scale_dtype} if told else {})
 
 
+def _schemes(table: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = table.get("config_groups") or {}
+    for name, group in found.items():
+        if isinstance(group, list):  # the library takes a preset's name so, but what a name means has changed
+            what = f"config_groups.{name}: got a list of targets for a name alone, expected a scheme; write it out"
+            raise BadInput(f"{where}: {what}")
+    return found
+
+
+def _places(transforms: Mapping[str, Any]) -> set[str]:
+    schemes: Mapping[str, Any] = transforms.get("config_groups") or {}
+    return {str(each.get("location")) for scheme in schemes.values() for each in scheme.get("apply") or ()}
+
+
 def _group(name: str, group: Mapping[str, Any], table: Mapping[str, Any], where: Path) -> Group:
-    form = group.get("format") or table.get("format")
+    form, targets = group.get("format") or table.get("format"), group.get("targets") or ()
     weights, *activations = (group.get(role) for role in _ROLES)
+    if isinstance(targets, str) or not all(isinstance(g.get("format"), str | None) for g in (group, table)):
+        raise TypeError(f"format {form!r}, targets {targets!r}")
     return Group(
-        tuple(group.get("targets") or ()),
+        tuple(targets),
         _weight_args(name, weights, form, where) if weights else None,
         *(_activation_args(name, given, where) if given else None for given in activations),
     )
@@ -278,8 +296,8 @@ def _args(name: str, raw: Any, form: str | None, where: Path) -> Args:
         scale_dtype=_dtype_name(raw.get("scale_dtype")),
         dynamic=raw.get("dynamic", False),
     )
-    if type(args.bits) is not int or args.dynamic not in (False, True, "local"):
-        raise TypeError(f"num_bits {args.bits!r}, dynamic {args.dynamic!r}")
+    if type(args.bits) is not int or type(args.symmetric) is not bool or args.dynamic not in (False, True, "local"):
+        raise TypeError(f"num_bits {args.bits!r}, symmetric {args.symmetric!r}, dynamic {args.dynamic!r}")
     grouped = strategy in ("group", "tensor_group")
     if (grouped and not _positive(size)) or (strategy == "block" and not _positive(*args.block or (None,))):
         got = f"strategy {strategy} with group_size {size} and block_structure {block}"
@@ -297,6 +315,6 @@ def _positive(*sizes: Any) -> bool:
 
 
 def _beyond(table: Mapping[str, Any]) -> list[str]:
-    groups = table.get("config_groups", {}).values()
+    groups = (table.get("config_groups") or {}).values()
     found = [role.replace("_", " ") for role in _ROLES[1:] if any(g.get(role) for g in groups)]
     return [*found, "KV cache"] if table.get("kv_cache_scheme") else found

@@ -96,12 +96,12 @@ def _taken(value: Any, path: str, found: dict[str, Tensor]) -> Any:
         return {"tensor": path}
     if isinstance(value, torch.dtype):
         return {"dtype": NAMES[value]}
+    if type(value) is tuple:  # no named one
+        return {"tuple": [_taken(each, f"{path}/{i}", found) for i, each in enumerate(value)]}
     if is_dataclass(value) and not isinstance(value, type):
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
         return {"type": kind, "fields": {f.name: _taken(getattr(value, f.name), f"{path}/{f.name}", found)
                                          for f in fields(value)}}  # fmt: skip
-    if type(value) is tuple:  # no named one
-        return {"tuple": [_taken(each, f"{path}/{i}", found) for i, each in enumerate(value)]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     raise BadInput(

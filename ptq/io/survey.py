@@ -1,4 +1,4 @@
-"""What a checkpoint holds against what its config says: a table of modules, made of headers alone."""
+"""What a checkpoint holds against what its config says: a table of modules, by what the reader makes of each."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ptq.io.activations import ACTIVATIONS, CACHE
+from ptq.errors import Refusals
+from ptq.io.activations import ACTIVATIONS
 from ptq.io.bitmask import Masked
-from ptq.io.compressed_tensors import WEIGHT
-from ptq.io.inference import inferred
+from ptq.io.compressed_tensors import WEIGHT, Stored, by_module
+from ptq.io.contents import Contents, classes_of, contents, source_of
+from ptq.io.files import read_json
+from ptq.io.foreign import Turned
 from ptq.io.layouts import LAYOUTS
-from ptq.io.quantization_config import KEYS, QUANTIZED, Args, Config, Quantizers, parse
+from ptq.io.quantization_config import KEYS, QUANTIZED, Args, Config, Quantizers
 from ptq.io.safetensors import OnDisk
-from ptq.models.naming import assigned, names_in_files, read
-from ptq.models.skeleton import aliases
-from ptq.numerics.leaves import Leaf, dense
+from ptq.models.skeleton import head_of
+from ptq.numerics.leaves import Leaf
 
 VLLM, TRANSFORMERS, EVERY = "vLLM", "transformers", "every reader"
 Entry = OnDisk | Masked
@@ -35,12 +37,14 @@ class Finding(NamedTuple):
     rule: str
     got: str
     expected: str
+    """empty where the line of a refusal says it"""
     loaders: str
     """whom it concerns"""
     severity: str = ERROR
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.about}: {self.rule}: got {self.got}, expected {self.expected} ({self.loaders})"
+        what = f"got {self.got}, expected {self.expected}" if self.expected else self.got
+        return f"{self.severity}: {self.about}: {self.rule}: {what} ({self.loaders})"
 
 
 class Module(NamedTuple):
@@ -48,74 +52,104 @@ class Module(NamedTuple):
 
     name: str
     classes: Sequence[str]
+    """its own and those it inherits from; none if the model has not its weight"""
     parts: Mapping[str, Entry]
     """local name -> tensor"""
-    shape: torch.Size
-    """of the weight"""
-    args: Args | None
-    """the scheme that the config gives"""
-    inputs: Args | None = None
-    """how what it reads is rounded"""
-    outputs: Args | None = None
+    leaf: Leaf | None
+    """what the reader makes of its weight; None: it refuses it"""
+    given: Quantizers
+    """the schemes that the config gives"""
+    piece: bool
+    """whether transformers stacks its weight with others, as those of experts"""
 
     @property
-    def compressed(self) -> bool:
-        """Whether codes are there."""
-        raw = self.parts.get("weight")
-        return "weight_packed" in self.parts or (raw is not None and raw.dtype.itemsize == 1)
+    def rounded(self) -> Stored | None:
+        """Its codes, or the floats that they stand for, if it has scales."""
+        leaf = self.leaf.leaf if isinstance(self.leaf, Turned) else self.leaf
+        return leaf if isinstance(leaf, Stored) else None
+
+    @property
+    def stored(self) -> Stored | None:
+        """Its codes, if it has any."""
+        return None if self.rounded is None or self.rounded.frozen else self.rounded
+
+    @property
+    def args(self) -> Args | None:
+        """How its codes are stored, if it has any."""
+        return None if self.stored is None else self.stored.args
+
+    @property
+    def scheme(self) -> Quantizers:
+        """All that is quantized of it."""
+        return self.given._replace(weights=self.args)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight."""
+        leaf = self.stored or self.leaf
+        return torch.Size() if leaf is None else leaf.shape
 
     def tensor(self, part: str) -> str:
-        """The full name of a part."""
+        """The full name of a part: that in the file, if it is there."""
+        if part in self.parts:
+            return self.parts[part].name
         return f"{self.name}.{part}" if self.name else part
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A checkpoint, by its headers and its config."""
+    """A checkpoint, by what the reader makes of it and by its config."""
 
     table: Mapping[str, Any]
-    """quantization_config; empty where there is none"""
+    """the quantization_config of compressed-tensors; empty where there is none, or that of another quantizer"""
     config: Config | None
+    """its schemes, whoever quantized it"""
     entries: Mapping[str, Entry]
     modules: Mapping[str, Module]
-    missing: Sequence[str]
-    """tensors that the model needs and that nothing in the files is made of"""
+    refusals: Refusals
+    """what this reader refuses"""
     unused: Sequence[str]
     head: str
     """the module that gives logits"""
     tied: bool
     """whether the config says that it shares the embedding's weight"""
+    heads: int | None
+    """of attention"""
     key_value_heads: int | None
     buffers: Collection[str] = ()
     """tensors that may hold infinities, as masks do"""
 
 
-def surveyed(where: Path, raw: Mapping[str, Any], entries: Mapping[str, Entry], skeleton: nn.Module) -> Survey:
-    """Brings together a checkpoint's config, its headers and the structure of its model.
+def surveyed(where: Path, skeleton: nn.Module) -> Survey:
+    """Reads a checkpoint as it would be opened, past whatever is refused.
+
+    Args:
+        where: its directory.
+        skeleton: the model's structure, which learns how it is stored.
 
     Raises:
-        BadInput: the config's schemes are not understood.
+        BadInput: the files are damaged, or the config's schemes are not understood.
     """
-    table = unwrapped(next(filter(None, map(raw.get, KEYS)), None) or {})
-    config = parse(table, where) if table else None
-    parts = _parts(entries, quantized=bool(table))
-    names = assigned(skeleton, [f"{module}.weight" for module in parts])
-    modules = {
-        name: _module(name, found, config, _classes(skeleton, names.get(f"{name}.weight")))
-        for name, found in parts.items()
-    }
-    missing, unused = _unmatched(skeleton, _leaves(entries, modules))
-    dense = {n for n, m in modules.items() if m.tensor("weight") in unused and not m.compressed}
-    # Schemes are for what the model has.
-    modules |= {name: Module(name, (), modules[name].parts, modules[name].shape, None) for name in dense}
+    source, refusals, raw = source_of(where), Refusals(), read_json(where / "config.json")
+    found = contents(where, source, skeleton, refusals)
+    given: Any = next(filter(None, map(raw.get, KEYS)), {})
+    path = f"{head_of(skeleton)}.weight"
     text: Any = raw.get("text_config") or {}
-    heads = text.get("num_key_value_heads", raw.get("num_key_value_heads"))
-    tied = bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    buffers = {name for name, _ in skeleton.named_buffers()}
-    path = head_of(skeleton)
-    head = next((file for file, name in names.items() if name == f"{path}.weight"), f"{path}.weight")
-    head = head.removesuffix(".weight")
-    return Survey(table, config, entries, modules, missing, unused, head, tied, heads, buffers)
+    config: Any = getattr(skeleton, "config", None)
+    sizes: Any = getattr(config, "text_config", None) or config
+    return Survey(
+        table=unwrapped(given) if source.quantization == given else {},
+        config=found.config,
+        entries=found.entries,
+        modules=_modules(found, skeleton),
+        refusals=refusals,
+        unused=found.reading.unused,
+        head=found.reading.sources.get(path, (path,))[0].removesuffix(".weight"),
+        tied=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        heads=getattr(sizes, "num_attention_heads", None),
+        key_value_heads=getattr(sizes, "num_key_value_heads", None),
+        buffers={name for name, _ in skeleton.named_buffers()},
+    )
 
 
 def unwrapped(table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,79 +157,21 @@ def unwrapped(table: Mapping[str, Any]) -> Mapping[str, Any]:
     return table.get("quantization_config") or table
 
 
-def _parts(entries: Mapping[str, Entry], quantized: bool) -> dict[str, dict[str, Entry]]:
+def _modules(found: Contents, skeleton: nn.Module) -> dict[str, Module]:
     """Modules with a weight of their own, and what belongs to it."""
-    known = (*WEIGHT, *ACTIVATIONS) if quantized else ("weight",)
-    found: dict[str, dict[str, Entry]] = {}
-    for name, entry in entries.items():
-        module, _, part = name.rpartition(".")
-        if part in known:
-            found.setdefault(module, {})[part] = entry
-    return found
-
-
-def _classes(skeleton: nn.Module, weight: str | None) -> list[str]:
-    """A module's class and those that it inherits from; a piece of a stack of experts is a linear."""
-    if weight is None:
-        return ["Linear", "Module"]
-    try:
-        return [c.__name__ for c in type(skeleton.get_submodule(weight.rpartition(".")[0])).__mro__]
-    except AttributeError:  # a tensor that no module has
-        return []
-
-
-def _module(name: str, parts: Mapping[str, Entry], config: Config | None, classes: Sequence[str]) -> Module:
-    has = config is not None and not QUANTIZED.isdisjoint(classes)
-    weights, *activations = config.quantizers(name, classes) if config and has else Quantizers(None)
-    args = _scheme(weights, parts)
-    return Module(name, classes, parts, _shape(parts, args), args, *activations)
-
-
-def _scheme(args: Args | None, parts: Mapping[str, Entry]) -> Args | None:
-    """What the config gives, in the format that the tensors are in where it names none: that is told by itself."""
-    if args is None or args.format in LAYOUTS:
-        return args
-    told = inferred({part: entry for part, entry in parts.items() if part != "weight_shape"})
-    form = told.format if told else "pack-quantized" if "weight_packed" in parts else None
-    return args._replace(format=form) if form else None
-
-
-def _shape(parts: Mapping[str, Entry], args: Args | None) -> torch.Size:
-    told, raw = parts.get("weight_shape"), parts.get("weight_packed") or parts.get("weight")
-    if raw is None:
-        return torch.Size()
-    if told is not None and told.shape.numel() == len(raw.shape):
-        return torch.Size(dense(told).flatten().tolist())
-    if "weight_packed" not in parts or args is None:
-        return raw.shape
-    return torch.Size((*raw.shape[:-1], raw.shape[-1] * raw.dtype.itemsize * 8 // args.bits))
-
-
-def _leaves(entries: Mapping[str, Entry], modules: Mapping[str, Module]) -> dict[str, Leaf]:
-    """What the model's parameters are made of, each weight as one, without values."""
-    taken = {module.tensor(part) for module in modules.values() for part in module.parts}
-    found: dict[str, Leaf] = {n: e for n, e in entries.items() if n not in taken and n.rpartition(".")[2] not in CACHE}
-    for module in modules.values():
-        raw = module.parts.get("weight_packed") or module.parts.get("weight")
-        if raw is not None:
-            found[module.tensor("weight")] = torch.empty(module.shape, dtype=raw.dtype, device="meta")
-    return found
-
-
-def _unmatched(skeleton: nn.Module, leaves: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    reading = read(skeleton, leaves)
-    tied = aliases(skeleton)
-    settled = {*reading.leaves, *(tied[name] for name in reading.leaves if name in tied)}
-    shapes = {n: p.shape for n, p in skeleton.named_parameters(remove_duplicate=False) if n not in tied}
-    absent = {name: shape for name, shape in shapes.items() if name not in settled}
-    files = names_in_files(skeleton, absent) if absent else {}
-    return [file for names in files.values() for file in names], list(reading.unused)
-
-
-def head_of(skeleton: nn.Module) -> str:
-    """The name in memory of the module that gives logits."""
-    made: Any = getattr(skeleton, "get_output_embeddings", lambda: None)()
-    return next((path for path, module in skeleton.named_modules() if module is made), "lm_head")
+    known = ("weight",) if found.config is None else (*WEIGHT, *ACTIVATIONS)
+    parts = by_module(found.entries, known)
+    classes, unused = classes_of(skeleton, found.entries), {*found.reading.unused}
+    pieces = {file for files in found.reading.sources.values() if len(files) > 1 for file in files}
+    made: dict[str, Module] = {}
+    for name, own in parts.items():
+        weight = f"{name}.weight" if name else "weight"
+        leaf = found.stored.get(name if name in found.source.stacks else weight)
+        kinds = () if weight in unused and not isinstance(leaf, Stored) else classes(weight)
+        has = found.config is not None and not QUANTIZED.isdisjoint(kinds)
+        given = found.config.quantizers(name, kinds) if found.config and has else Quantizers(None)
+        made[name] = Module(name, kinds, own, leaf, given, weight in pieces)
+    return made
 
 
 def packed_words(args: Args) -> bool:

@@ -14,11 +14,11 @@ from ptq.errors import BadInput
 from ptq.io import bitmask
 from ptq.io.activations import arguments as arguments_of, attention_maps, named_tensors, weight_maps
 from ptq.io.compressed_tensors import Stored, zeroed
+from ptq.io.contents import joined
 from ptq.io.divisors import shared
 from ptq.io.files import read_json
 from ptq.io.foreign import quantization_of, translated
 from ptq.io.frozen import frozen
-from ptq.io.hub import joined
 from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded
 from ptq.io.pruned import Zeroed
 from ptq.io.quantization_config import KEYS, Args, Quantizers

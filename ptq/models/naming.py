@@ -65,7 +65,10 @@ def read(skeleton: nn.Module, stored: Mapping[str, Leaf]) -> Reading:
     for target, keys in sources.items():
         made = {target: stored[keys[0][0]]}
         if target in converters:
-            made = _converted(skeleton, converters[target], target, [(k, p, stored[k]) for k, p in keys])
+            try:
+                made = _converted(skeleton, converters[target], target, [(k, p, stored[k]) for k, p in keys])
+            except RuntimeError:  # what torch raises where shapes do not join: a piece is missing, and so the parameter
+                continue
         leaves |= made
         found |= dict.fromkeys(made, tuple(k for k, _ in keys))
     return Reading(leaves, found, unused, [conversion for conversion in mapping if conversion.was_used()])

@@ -128,6 +128,12 @@ def checkpoint_dtype(leaves: Iterable[Any]) -> torch.dtype:
     return count.most_common(1)[0][0] if count else torch.float32
 
 
+def head_of(skeleton: nn.Module) -> str:
+    """The name in memory of the module that gives logits."""
+    made: Any = getattr(skeleton, "get_output_embeddings", lambda: None)()
+    return next((path for path, module in skeleton.named_modules() if module is made), "lm_head")
+
+
 def remember_conversions(skeleton: nn.Module, conversions: list[Any]) -> None:
     """Notes the conversions that a checkpoint was read with where transformers looks for them, to revert them."""
     setattr(skeleton, _CONVERSIONS, conversions)
