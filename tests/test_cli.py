@@ -118,7 +118,7 @@ def test_compress_then_eval_and_inspect(cli: Callable[..., Done], tiny_llama: Pa
     assert compressed["perplexity"] == pytest.approx(dense["perplexity"], rel=0.2)
 
     rows = {r["name"]: r for r in json.loads(cli("inspect", out, "--json").out)["tensors"]}
-    assert rows["model.layers.0.mlp.up_proj.weight"]["format"] == "int4 per channel"  # 64 inputs: one group
+    assert rows["model.layers.0.mlp.up_proj.weight"]["format"] == "int4 per group 64"  # 64 inputs: one group
     assert rows["model.layers.0.mlp.down_proj.weight"]["format"] == "int4 per group 64"
     assert rows["model.layers.0.mlp.down_proj.weight"]["shape"] == [64, 128]
     assert rows["lm_head.weight"]["format"] == "float32"
