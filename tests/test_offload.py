@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conftest import llama_config, stock
 from ptq.base import chain
 from ptq.errors import BadInput
 from ptq.io.hub import open_model
@@ -75,12 +77,87 @@ def test_a_place_that_gives_no_room(place: str, match: str, tiny_llama: Path) ->
 
 
 def test_only_what_a_forward_made_is_taken() -> None:
-    given, weight = torch.ones(4), torch.ones(4)
-    live = Live([given])
-    live.lend(weight)
-    kept, views = given * 2, (given[1:], weight[1:])
-    live.note(None, None, [kept, *views, given * 3])  # the last one is dropped at once
+    given, weight, decoded = torch.ones(4), torch.ones(4), []
+    with Live({}) as live:
+        with live.others():
+            decoded.append(weight * 2)
+        kept, views = given * 2, (given[1:], weight[1:], decoded[0][1:])
+        del views
+        given.mul(3)  # dropped at once
     assert [s.data_ptr() for s in live.storages()] == [kept.untyped_storage().data_ptr()]
+
+
+TABLE = torch.randn(64, 16)
+
+
+@cache
+def made_once(count: int) -> Tensor:
+    """The first micro-batch that comes makes it for all of them."""
+    return torch.linspace(0.0, 1.0, count).view(-1, 1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.linear(x) + table + made_once(x.shape[-2])
+
+
+class Tabled(nn.Module):
+    """Reads tables that are not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = TABLE[: x.shape[-2]]
+        for layer in self.layers:
+            x = layer(x, table)
+        return x
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_what_others_have_is_whole_however_far_the_run_comes(blocks: int, tmp_path: Path) -> None:
+    made_once.cache_clear()
+    before, model, batches = TABLE.clone(), from_module(Tabled()), [torch.randn(1, 48, 16) for _ in range(3)]
+    run = compress(model, batches, gptq(W4), offload=tmp_path)
+    for _ in range(blocks):
+        next(run)
+    run.close()
+    assert TABLE.untyped_storage().nbytes() == before.nbytes
+    assert torch.equal(TABLE, before)
+    assert torch.equal(made_once(48), torch.linspace(0.0, 1.0, 48).view(-1, 1))
+
+
+def test_tables_of_others_change_no_result(tmp_path: Path) -> None:
+    model, batches = from_module(Tabled()), [torch.randn(1, 48, 16) for _ in range(3)]
+    made_once.cache_clear()
+    here = compress(model, batches, gptq(W4)).model.params
+    made_once.cache_clear()
+    away = compress(model, batches, gptq(W4), offload=tmp_path).model.params
+    assert all(torch.equal(dense(here[name]), dense(away[name])) for name in here)
+
+
+def test_as_much_is_put_away_at_the_end_as_at_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of weights that were let go of is given out again, to activations too."""
+    held: list[float] = []
+    step = Spine.__iter__
+
+    def watched(self: Spine) -> Any:
+        for stop in step(self):
+            found = _tensors(list(self.waiting[stop].shapes()))
+            held.append(sum(x.untyped_storage().nbytes() for x in found) / sum(x.nbytes for x in found))
+            yield stop
+
+    monkeypatch.setattr(Spine, "__iter__", watched)
+    config = llama_config(num_hidden_layers=8, hidden_size=256, intermediate_size=512)
+    ids = [torch.randint(300, (1, 128)) for _ in range(4)]
+    _ = compress(stock(config).float(), ids, gptq(W4), offload=tmp_path, compute_dtype="bfloat16").model
+    quarter = len(held) // 4
+    assert max(held[quarter:]) <= max(held[:quarter])
 
 
 STAGES = {"gptq": gptq(W4), "wanda": wanda(NM(keep=2, of=4)), "fold": chain(fold_norms(), gptq(W4))}

@@ -11,7 +11,8 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, UntypedStorage
 from ptq._tree import tree_map
 from ptq.errors import BadInput
 from ptq.io.files import naming
+from ptq.pipeline.allocations import Allocations, identity, storages
 from ptq.pipeline.budget import memory_limit
 
 _LEAST = 1 << 16  # bytes; what is smaller is not worth a copy
@@ -79,63 +81,80 @@ class Offload:
 
 
 class Parked:
-    """The storages of one micro-batch, emptied while it waits."""
+    """The storages of one micro-batch, emptied while it waits. They live no longer for it."""
 
     def __init__(self, storages: Iterable[UntypedStorage], offload: Offload) -> None:
-        self._away: list[tuple[UntypedStorage, UntypedStorage]] = []
+        self._away: dict[int, tuple[weakref.ref[UntypedStorage], UntypedStorage]] = {}
         for storage in storages:
             kept = offload.storage(storage.nbytes())
             kept.copy_(storage)
-            self._away.append((storage, kept))
+            self._away[identity(storage)] = (weakref.ref(storage), kept)
         self.empty()
 
     def fill(self) -> None:
         """Brings the bytes back."""
-        for storage, kept in self._away:
-            if not storage.nbytes():
-                storage.resize_(kept.nbytes())
-                storage.copy_(kept)
+        for ref, kept in self._away.values():
+            if (storage := ref()) is not None:
+                _refill(storage, kept)
 
     def empty(self) -> None:
         """Frees the memory again; nothing has been written since the bytes were copied."""
-        for storage, _ in self._away:
-            storage.resize_(0)
+        for ref, _ in self._away.values():
+            if (storage := ref()) is not None:
+                storage.resize_(0)
+
+    def give(self, storage: UntypedStorage) -> None:
+        """Brings one back for good, if it is here: another than its micro-batch uses it."""
+        ref, kept = self._away.get(identity(storage), (None, None))
+        if ref is not None and kept is not None and ref() is storage:
+            del self._away[identity(storage)]
+            _refill(storage, kept)
 
 
-class Live:
-    """The tensors that a forward has made and still holds.
+def _refill(storage: UntypedStorage, kept: UntypedStorage) -> None:
+    if not storage.nbytes():
+        storage.resize_(kept.nbytes())
+        storage.copy_(kept)
+
+
+class Live(Allocations):
+    """The memory that a forward has allocated and still holds.
+
+    A model may keep a table that one micro-batch has made, for all of them: whoever meets it away gets it back.
 
     Args:
-        foreign: tensors of others: a caller's batch. Views of them are left alone.
+        parked: what waits, of any micro-batch.
     """
 
-    def __init__(self, foreign: Iterable[Tensor]) -> None:
-        self._foreign = {t.untyped_storage().data_ptr() for t in foreign}
-        self._made: list[weakref.ref[Tensor]] = []
+    def __init__(self, parked: Mapping[int, Parked]) -> None:
+        super().__init__()
+        self._parked = parked
+        self._others = False
 
-    def note(self, func: Any, arguments: Any, result: Any) -> None:
-        """Notes what an operation returned."""
-        self._made += [weakref.ref(t) for t in _tensors(result)]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for storage in (s for s in storages((args, kwargs)) if not s.nbytes()):
+            for parked in self._parked.values():
+                parked.give(storage)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def lend(self, value: Tensor) -> Tensor:
-        """Notes a weight that an operation is given, which others read too."""
-        self._foreign.add(value.untyped_storage().data_ptr())
-        return value
+    def born(self, storage: UntypedStorage) -> None:
+        if not self._others:
+            super().born(storage)
+
+    @contextmanager
+    def others(self) -> Generator[None]:
+        """What is made in here is not this forward's: a weight that is decoded for all of them."""
+        self._others = True
+        try:
+            yield
+        finally:
+            self._others = False
 
     def storages(self) -> list[UntypedStorage]:
-        """What holds their values, each once."""
-        alive = [(r, t) for r in self._made if (t := r()) is not None]
-        self._made = [r for r, _ in alive]
-        found = {s.data_ptr(): s for _, t in alive if (s := t.untyped_storage()).nbytes() >= _LEAST}
-        return [s for pointer, s in found.items() if pointer not in self._foreign]
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (list, tuple)):
-        for item in result:
-            yield from _tensors(item)
+        """What is worth a copy."""
+        return [s for s in self.alive() if s.nbytes() >= _LEAST and s.resizable()]
 
 
 def _device(place: str | Path) -> torch.device:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ptq.errors import BadInput
 from ptq.models.call import functional, named
@@ -59,6 +59,12 @@ class Arrived(Mapping[int, Any]):
         self._brought[i] = brought
         if parked is not None:
             self._parked[i] = parked
+
+    def clear(self) -> None:
+        """Lets go of all of it."""
+        self._brought.clear()
+        self._parked.clear()
+        self._shown = None
 
     def shapes(self) -> Iterable[Any]:
         """The same without their bytes, if these are away."""
@@ -124,6 +130,7 @@ class Spine:
         self._ready = list(range(len(batches)))
         self._stopping = False
         self._error: BaseException | None = None
+        self._parked: dict[int, Parked] = {}
         self._threads: list[threading.Thread] = []
         self._start()
 
@@ -166,13 +173,17 @@ class Spine:
         self._passed.update(stops)
 
     def close(self) -> None:
-        """Ends every thread, wherever it is."""
+        """Ends every thread, wherever it is. What outlives them, since somebody else has it too, is whole again."""
         self._stopping = True
+        for arrived in self.waiting.values():
+            arrived.clear()
         self.waiting.clear()
         for go in self._go:
             go.release()
         for thread in self._threads:
             thread.join()
+        for parked in self._parked.values():
+            parked.fill()
 
     def _run(self, i: int) -> None:
         """Gives micro-batch `i` the baton until it parks or ends."""
@@ -186,13 +197,15 @@ class Spine:
         if stop in self._passed:
             return
         parked = Parked(live.storages(), self._offload) if live and self._offload else None
+        if parked:
+            self._parked[i] = parked
         self.waiting.setdefault(stop, Arrived()).add(i, brought, parked)
         self._back.release()
         self._go[i].acquire()
         if self._stopping:
             raise Abort
         if parked:
-            parked.fill()
+            self._parked.pop(i).fill()
 
     def _work(self, i: int) -> None:
         self._go[i].acquire()
@@ -209,7 +222,7 @@ class Spine:
     def _forward(self, i: int) -> None:
         """One micro-batch's forward. A thread inherits no grad mode and no function mode, so both are entered here."""
         module, batch = copy.deepcopy(self._module), self._batches[i]
-        live = Live(t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)) if self._offload else None
+        live = Live(self._parked) if self._offload else None
         for path, stop in self._entries.items():
             module.get_submodule(path).register_forward_pre_hook(
                 lambda _, args, kwargs, stop=stop: self._park(i, stop, (args, kwargs), live), with_kwargs=True
@@ -220,7 +233,8 @@ class Spine:
                 self.rows[use.name] = self.rows.get(use.name, 0) + use.x.numel() // use.x.shape[-1]
                 if use.name in self._sites:
                     self._park(i, self._sites[use.name], use.x, live)
-            return live.lend(self._read(use)) if live else self._read(use)
+            with live.others() if live else nullcontext():
+                return self._read(use)
 
-        with torch.no_grad(), Interpreter(self._handles, read, self._lossy, live.note if live else None):
+        with torch.no_grad(), live or nullcontext(), Interpreter(self._handles, read, self._lossy):
             functional(module, self._names, batch.args, batch.kwargs)
