@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
 import shutil
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -335,11 +337,30 @@ def test_the_second_of_two_runs_is_refused(tiny_llama: Path, ids: torch.Tensor, 
     writing = saving.write(first, tmp_path / "out")
     next(writing)
     for resume in (False, True):
-        with pytest.raises(BadInput, match=r"out\.partial: another run is writing it"):
+        with pytest.raises(BadInput, match=r"out\.partial: a run of this process is writing it; close that run"):
             save(second, tmp_path / "out", resume=resume)
     for _ in writing:
         pass
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_run_that_is_dropped_is_closed(tiny_llama: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+    """As in a notebook, where the next run takes the name of one whose loop failed."""
+
+    def start(resume: bool) -> Run:
+        return compress(open_model(tiny_llama), [ids], gptq(W4), batch_size=2, out=tmp_path / "out", resume=resume)
+
+    threads = threading.active_count()
+    gc.disable()
+    try:
+        run = start(resume=False)
+        next(run), next(run)
+        assert threading.active_count() > threads
+        run = start(resume=True)
+        assert threading.active_count() == threads
+        assert [block.name for block in run] == ["model.layers.1", "model.norm"]
+    finally:
+        gc.enable()
 
 
 def test_a_partial_result_is_no_model(interrupted: Path) -> None:
@@ -479,8 +500,11 @@ def test_a_run_with_a_directory_writes_as_it_goes(tiny_llama: Path, ids: torch.T
     run = compress(open_model(tiny_llama), [ids], gptq(W4), out=tmp_path / "out")
     for _ in run:
         assert not (tmp_path / "out").exists()
+        with pytest.raises(BadInput, match=r"is written to .*out as its blocks are taken; load that instead"):
+            save(run, tmp_path / "elsewhere")
     with pytest.raises(BadInput, match="load that instead"):
         _ = run.model
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     saved = save(compress(open_model(tiny_llama), [ids], gptq(W4)), tmp_path / "other")
     made, other = contents(tmp_path / "out"), contents(saved.path)
     assert made == other

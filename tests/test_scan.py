@@ -22,6 +22,7 @@ from ptq.numerics.leaves import Transposed, dense
 from ptq.numerics.schemes import scheme
 from ptq.pipeline import run as running, scan
 from ptq.pipeline.calibrate import calibrate, load_stats, save_stats
+from ptq.pipeline.progress import InMemory
 from ptq.pipeline.run import compress
 from ptq.pipeline.spine import Spine
 from ptq.transforms.fold import fold_norms
@@ -211,7 +212,7 @@ def test_a_streamed_run_gives_the_same_blocks_and_keeps_nothing(family: str, mon
     model, data = model_of(family), ragged()
     kept = compress(model, data, SHRINK, **FLOAT).model.params
     run = compress(model, data, SHRINK, **FLOAT)
-    for block in run.stream():
+    for block in run.stream(InMemory()):
         assert all(torch.equal(dense(leaf), dense(kept[n])) for n, leaf in block.state.params.items())
         held = {n for n, leaf in made[-1].params.items() if leaf is not model.params[n]}
         assert held <= set(block.state.params)  # no block before it
@@ -224,7 +225,7 @@ def test_a_run_that_was_begun_is_streamed_from_its_start() -> None:
     kept = compress(model, data, SHRINK, **FLOAT).model.params
     run = compress(model, data, SHRINK, **FLOAT)
     next(run), next(run)
-    streamed = {n: leaf for block in run.stream() for n, leaf in block.state.params.items()}
+    streamed = {n: leaf for block in run.stream(InMemory()) for n, leaf in block.state.params.items()}
     assert streamed.keys() == kept.keys()
     assert all(torch.equal(dense(leaf), dense(kept[n])) for n, leaf in streamed.items())
 
@@ -236,7 +237,9 @@ def test_a_run_that_ended_early_gives_no_model() -> None:
     with pytest.raises(BadInput, match="ended after 1 of 4 blocks"):
         run.model  # noqa: B018
     with pytest.raises(BadInput, match="ended after 1 of 4 blocks"):
-        list(run.stream())
+        list(run.stream(InMemory()))
+    with pytest.raises(BadInput, match="ended after 1 of 4 blocks"):
+        next(run)  # so that a loop over it does not look complete
 
 
 def test_a_block_solve_sees_the_whole_block() -> None:

@@ -40,7 +40,7 @@ class Bar:
         self._began: tuple[float, int] | None = None
 
     def __enter__(self) -> Self:
-        self.run.watch = self.follow
+        self.run.progress.watch = self.follow
         self._bar.start()
         return self
 

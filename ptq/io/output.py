@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from ptq.errors import BadInput
@@ -20,6 +21,9 @@ RECORD = "ptq.json"
 WORK = ".job"
 """in an unfinished one: the journal and what else goes when it is whole; nothing of a source has such a name"""
 JOURNAL = f"{WORK}/journal"
+
+_handles: set[int] = set()
+"""of directories that this process has locked; some are closed by now"""
 
 
 def check_output(
@@ -66,7 +70,7 @@ def locked(directory: Path) -> int:
     """A handle to a directory that holds it for this process, until it is closed or the process ends.
 
     Raises:
-        BadInput: another process holds it, or it is no directory.
+        BadInput: another run holds it, of this process or another one; or it is no directory.
     """
     try:
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -76,10 +80,11 @@ def locked(directory: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise BadInput(f"{directory}: another run is writing it; wait for it, or name another directory") from None
+        raise BadInput(f"{directory}: {_writing(directory)}, or name another directory") from None
     if not _is(directory, handle):  # it was given its final name between the two steps
         os.close(handle)
         raise BadInput(f"{directory}: another run has just finished it; look at what it made")
+    _handles.add(handle)
     return handle
 
 
@@ -137,6 +142,15 @@ def _is(directory: Path, handle: int) -> bool:
         return os.path.samestat(directory.stat(), os.fstat(handle))
     except FileNotFoundError:
         return False
+
+
+def _writing(directory: Path) -> str:
+    """Who holds a directory, and what to do."""
+    for handle in _handles:
+        with suppress(OSError):  # it is closed
+            if _is(directory, handle):
+                return "a run of this process is writing it; close that run"
+    return "another run is writing it; wait for it"
 
 
 def _old(target: Path) -> Path:

@@ -160,8 +160,9 @@ def write(
         return whole.saved(target)
     writer = bound(_writer, run.start, format, shard_size)
     with opened(target, run.start, run.stages, identity, writer, overwrite) as job:
+        blocks = run.stream(job)  # a run that refuses is not ended
         try:
-            yield from run.stream(job)
+            yield from blocks
         finally:
             run.end()
         made = {"identity": identity, "report": _lasting(run.report)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,35 +12,21 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ptq.base import Params, Stage, Transform, chain
+from ptq.base import Stage, Transform, chain
 from ptq.errors import BadInput
-from ptq.io.job import Past, Report, completed
 from ptq.io.save import Store, write
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
-from ptq.numerics.leaves import nbytes
 from ptq.pipeline.batches import at, few_tokens, micro_batches
 from ptq.pipeline.budget import budget
 from ptq.pipeline.identity import identity
 from ptq.pipeline.offload import Offload
 from ptq.pipeline.place import resolve
 from ptq.pipeline.plan import describe, make_plan, needs_data
+from ptq.pipeline.progress import Progress
 from ptq.pipeline.report import totals, versions
-from ptq.pipeline.scan import Block, Job, Step, passes
+from ptq.pipeline.scan import Block, Job, passes
 from ptq.pipeline.spine import Batch
-
-
-class InMemory:
-    """The store of a run that is not written: every leaf stays where it is."""
-
-    def past(self, stage: int) -> Past:
-        return Past()
-
-    def settle(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        return facts
-
-    def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]:
-        return params, completed(report, {name: nbytes(leaf) for name, leaf in params.items()}, {})
 
 
 class Run:
@@ -55,17 +41,12 @@ class Run:
         self.start: Model = job.plan.model
         """the model that the run began from, ties settled"""
         self.stages = max(len(job.stages), 1)
-        self.store: Store = InMemory()
-        self.keeps = True
-        self.reports: list[Report] = []
-        self.watch: Callable[[Step], None] = lambda _: None
-        """called when a block is begun"""
-        self._held: list[Block] = []
-        self._began, self._seconds = time.perf_counter(), 0.0
-        self._work = passes(job, self)
+        self.progress = Progress()
+        self._out = out
+        self._work = passes(job, self.progress)
         self._blocks: Generator[Block, None, Any] = self._work
         if out is not None:
-            self._blocks = write(self, out, resume=resume)
+            self._blocks = write(copy(self), out, resume=resume)  # it must not refer to the run: see `Progress`
 
     def __iter__(self) -> Self:
         return self
@@ -74,59 +55,57 @@ class Run:
         return len(self.plan.segments)
 
     def __next__(self) -> Block:
-        block = next(self._blocks)
-        if self.keeps:
-            self._held.append(block)
+        block = next(self._blocks, None)
+        if block is None:
+            self._complete()
+            raise StopIteration
+        if self.progress.keeps:
+            self.progress.held.append(block)
         return block
 
-    def recall(self, reports: Sequence[Report]) -> None:
-        """Blocks that an earlier process finished, in the time that it took."""
-        self.reports += reports
-        self._began -= sum(report["seconds"] or 0 for report in reports)
-
-    def note(self, report: Report) -> None:
-        """Another block is finished."""
-        self.reports.append(report)
-        self._seconds = time.perf_counter() - self._began
-
-    def stream(self, store: Store | None = None) -> Iterator[Block]:
+    def stream(self, store: Store) -> Iterator[Block]:
         """All blocks, those that were taken already first; nothing is kept.
 
         Args:
             store: takes each block before it comes out, and knows which ones an earlier process has finished.
+
+        Raises:
+            BadInput: the run has another place for its blocks; it stays as it is.
         """
-        taken, self.keeps = self._kept(), False
-        if store is not None:
-            taken = self._handed(taken, store)
-        yield from taken
+        taken, self.progress.keeps = self._kept(), False
+        return self._streamed(taken, store)
+
+    def _streamed(self, taken: Sequence[Block], store: Store) -> Iterator[Block]:
+        yield from self._handed(taken, store)
         yield from self._work
         self._complete()
 
     def _handed(self, taken: Sequence[Block], store: Store) -> list[Block]:
         """The blocks that were taken before, given to a store that joins late."""
-        last, self.store = self.stages - 1, store
+        last, reports, self.progress.store = self.stages - 1, self.progress.reports, store
         if taken and store.past(last).reports:
             raise BadInput("blocks of this run were taken already; start a new run to resume")
         if taken:
             store.settle(self.job.settled)
         for i, block in enumerate(taken):
-            _, self.reports[i] = store.put(last, block.state.params, block.report)
-        return [block._replace(report=report) for block, report in zip(taken, self.reports, strict=False)]
+            _, reports[i] = store.put(last, block.state.params, block.report)
+        return [block._replace(report=report) for block, report in zip(taken, reports, strict=False)]
 
     def _kept(self) -> list[Block]:
-        if not self.keeps:
+        if self._blocks is not self._work:
+            raise BadInput(f"this run is written to {self._out} as its blocks are taken; load that instead")
+        if not self.progress.keeps:
             raise BadInput("this run was streamed to a file and kept nothing; load the file instead")
-        return self._held
+        return self.progress.held
 
     def _complete(self) -> None:
-        if len(self.reports) < len(self):
-            raise BadInput(f"this run ended after {len(self.reports)} of {len(self)} blocks; start a new one")
+        done = len(self.progress.reports)
+        if done < len(self):
+            raise BadInput(f"this run ended after {done} of {len(self)} blocks; start a new one")
 
     @property
     def model(self) -> Model:
         """The finished model."""
-        if self._blocks is not self._work:
-            raise BadInput("this run is written to a directory and keeps nothing; load that instead")
         held = self._kept()
         for _ in self:
             pass
@@ -137,8 +116,9 @@ class Run:
     @property
     def report(self) -> dict[str, Any]:
         """What was done so far: per block, per weight, and in total."""
+        done = self.progress.reports
         head = {"recipe": describe(self.job.stages), "seed": self.job.seed, "versions": versions()}
-        return {**head, "blocks": list(self.reports), "totals": totals(self.reports, self._seconds)}
+        return {**head, "blocks": list(done), "totals": totals(done, self.progress.seconds)}
 
     @property
     def identity(self) -> dict[str, Any]:
