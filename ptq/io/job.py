@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import reduce
 from pathlib import Path
@@ -183,8 +183,12 @@ def opened(
     """
     directory = partial(target)
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    handle = locked(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = locked(directory)
+    except BaseException:
+        _remove_empty(made)  # what another one has begun to fill stays
+        raise
     try:
         with _emptied(made):
             for path in made:
@@ -198,7 +202,7 @@ def opened(
             yield job
         except BaseException as error:
             job.writer.abort()
-            if valuable(directory):
+            if identity is not None and valuable(directory):
                 count = max(job.blocks, 1)  # a signal may come between the line and the count
                 blocks = f"{count} finished block{'s' if count > 1 else ''}"
                 error.add_note(f"{blocks} kept in {directory}; the same command with --resume goes on from there")
@@ -221,12 +225,15 @@ def _emptied(made: Sequence[Path]) -> Generator[None]:
 
 def _remove(directories: Sequence[Path]) -> None:
     """Removes a directory with all that is in it, and then the empty ones that it lies in."""
-    for i, directory in enumerate(directories):
-        if i == 0:
-            shutil.rmtree(directory, ignore_errors=True)
-        elif directory.exists():
-            with suppress(OSError):  # others use it by now
-                directory.rmdir()
+    for directory in directories[:1]:
+        shutil.rmtree(directory, ignore_errors=True)
+    _remove_empty(directories[1:])
+
+
+def _remove_empty(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        with suppress(OSError):  # it is not there, or others use it by now
+            directory.rmdir()
 
 
 def _clear(directory: Path) -> None:

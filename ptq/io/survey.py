@@ -18,6 +18,7 @@ from ptq.io.contents import Contents, classes_of, contents, source_of
 from ptq.io.files import read_json
 from ptq.io.foreign import Turned
 from ptq.io.layouts import LAYOUTS
+from ptq.io.pruned import Zeroed
 from ptq.io.quantization_config import KEYS, QUANTIZED, Args, Config, Quantizers
 from ptq.io.safetensors import OnDisk
 from ptq.models.skeleton import head_of
@@ -65,7 +66,9 @@ class Module(NamedTuple):
     @property
     def rounded(self) -> Stored | None:
         """Its codes, or the floats that they stand for, if it has scales."""
-        leaf = self.leaf.leaf if isinstance(self.leaf, Turned) else self.leaf
+        leaf = self.leaf
+        while isinstance(leaf, Turned | Zeroed):
+            leaf = leaf.leaf
         return leaf if isinstance(leaf, Stored) else None
 
     @property
