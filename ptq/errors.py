@@ -22,6 +22,10 @@ class BadInput(PtqError, ValueError):
     """The caller's input cannot work: a file, a recipe, a shape, a pattern. The command line exits with 2."""
 
 
+class Limited(PtqError):
+    """The machine or a limit of the process gives less than the run needs. The command line exits with 1."""
+
+
 class Notice(UserWarning):
     """Something to know though nothing failed: what a checkpoint asks for and does not get, a pattern without effect.
 
