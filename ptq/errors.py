@@ -26,6 +26,10 @@ class BadInput(PtqError, ValueError):
     """The caller's input cannot work: a file, a recipe, a shape, a pattern. The command line exits with 2."""
 
 
+class Limited(PtqError):
+    """The machine or a limit of the process gives less than the run needs. The command line exits with 1."""
+
+
 Guard = Callable[..., AbstractContextManager[Any]]
 """What a reader enters with each part of its input, given the names of what the part is made of."""
 

@@ -426,13 +426,21 @@ def short_of(memory: str) -> Exception:
         with pytest.raises(RuntimeError) as caught:
             torch.empty(1 << 60)
         return caught.value
+    if memory in ("onednn", "threads"):
+        return RuntimeError({"onednn": "could not create a primitive", "threads": "can't start new thread"}[memory])
     told = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
     return MemoryError() if memory == "python" else torch.OutOfMemoryError(told)
 
 
 @pytest.mark.parametrize(
     ("memory", "asked"),
-    [("cpu", r"; tried to allocate \d+ bytes"), ("cuda", "; Tried to allocate 2.00 GiB"), ("python", "")],
+    [
+        ("cpu", r"; tried to allocate \d+ bytes"),
+        ("cuda", "; Tried to allocate 2.00 GiB"),
+        ("python", ""),
+        ("onednn", ""),
+        ("threads", ""),
+    ],
 )
 def test_too_little_memory_is_one_line(
     memory: str, asked: str, cli: Callable[..., Done], tiny_llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from checkpoints import GOLDEN
 from conftest import llama_config, stock
 from ptq.errors import BadInput
 from ptq.io.compressed_tensors import Stored
-from ptq.io.hub import load, open_model
+from ptq.io.hub import foreign, load, open_model
 from ptq.io.safetensors import OnDisk
 from ptq.numerics.leaves import dense
 
@@ -389,3 +389,8 @@ def test_a_tokenizer_config_that_is_a_list(copied: Path) -> None:
     (copied / "tokenizer_config.json").write_text("[]")
     with pytest.raises(BadInput, match=r"tokenizer_config\.json: holds list"):
         open_model(copied)
+
+
+def test_too_little_memory_is_no_fault_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(MemoryError), foreign(tmp_path):
+        raise MemoryError

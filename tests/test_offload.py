@@ -57,9 +57,18 @@ def test_storages_come_back_as_they_were(place: str) -> None:
     assert torch.equal(view, before)
 
 
-def test_files_have_no_names(tmp_path: Path) -> None:
-    """So they go with the process, however it ends."""
+def test_files_have_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they go with the process, however and whenever it ends."""
+    names: list[Path] = []
+    reserve = Offload._reserve
+
+    def looked(file: int, nbytes: int) -> None:
+        names.extend(tmp_path.iterdir())
+        reserve(file, nbytes)
+
+    monkeypatch.setattr(Offload, "_reserve", staticmethod(looked))
     kept = Offload(tmp_path).keep({"gram": Gram.measure(torch.eye(3))})
+    assert names == []
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(kept["gram"].sum, torch.eye(3))
     assert int(kept["gram"].count) == 3

@@ -14,6 +14,7 @@ from conftest import CONFIGS, VOCABULARY, stock
 from ptq._tree import tensors
 from ptq.base import State, Transform, chain, leafwise, targets
 from ptq.errors import BadInput
+from ptq.io.hub import open_model
 from ptq.models.call import merge_stats, observe
 from ptq.models.model import Model
 from ptq.models.probe import links, probe
@@ -500,3 +501,21 @@ def test_inputs_that_carry_gradients_and_other_dtypes_are_taken() -> None:
     assert x.grad is None
     half = compress(net, [x], SHRINK, compute_dtype="bfloat16").model.params
     assert half["0.weight"].dtype == torch.float32
+
+
+def test_the_thread_that_reads_ahead_is_there_before_those_of_the_micro_batches(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may take all the room that there is for threads."""
+    begun: list[str] = []
+    start = threading.Thread.start
+
+    def watched(self: threading.Thread) -> None:
+        begun.append(self.name)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", watched)
+    run = compress(open_model(tiny_llama), [torch.randint(300, (2, 16))], gptq(scheme("W4A16", group_size=16)))
+    next(run)
+    run.close()
+    assert begun[0].startswith("ptq-read")

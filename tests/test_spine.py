@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ptq.errors import Limited
 from ptq.models.call import stand_ins
 from ptq.models.skeleton import from_module
 from ptq.numerics.leaves import dense
@@ -127,3 +128,18 @@ def test_the_error_of_one_micro_batch_surfaces() -> None:
         list(run)
     assert error.value.__notes__ == ["in micro-batch 3"]
     assert threading.active_count() == threads
+
+
+def test_fewer_threads_than_micro_batches_are_the_machines_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, begun = threading.Thread.start, []
+
+    def limited(self: threading.Thread) -> None:
+        if len(begun) == 2:
+            raise RuntimeError("can't start new thread")
+        begun.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(Limited, match="got 2 threads for 3 micro-batches, expected one for each; pass a larger batch"):
+        spine({})
+    assert not any(thread.is_alive() for thread in begun)

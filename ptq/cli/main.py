@@ -31,6 +31,7 @@ _COMMANDS = {
 }
 
 
+_NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "can't start new thread")
 _LESS = "fewer --samples, a smaller --batch-size or, where there is one, --offload DIRECTORY take less"
 
 
@@ -88,9 +89,9 @@ def _parser() -> Parser:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Python's own, a device's, or a CPU's, which torch tells as an error like any other."""
-    kind = type(error).__name__
-    return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    """Python's own, a device's, or a CPU's, which torch and Python's threads tell as an error like any other."""
+    kind, said = type(error).__name__, str(error)
+    return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(words in said for words in _NO_MEMORY)
 
 
 def _failed(message: str, code: int, error: BaseException) -> int:

@@ -185,7 +185,7 @@ def foreign(file: Path, what: str = "") -> Generator[None]:
     """Turns whatever transformers raises about values in a file into `BadInput` that names the file."""
     try:
         yield
-    except PtqError:
+    except (PtqError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001  # foreign code on untrusted values fails in as many ways as it has lines
         raise BadInput(f"{file}: {what}{type(error).__name__}: {_line(error)}") from None

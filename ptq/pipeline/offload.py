@@ -56,11 +56,11 @@ class Offload:
         """Room for some bytes."""
         if self._directory is None:
             return UntypedStorage(nbytes, device=self._device)
-        with tempfile.NamedTemporaryFile(dir=self._directory, prefix="ptq-") as file:
+        with tempfile.TemporaryFile(dir=self._directory, prefix="ptq-") as file:
             with naming(self._directory):
                 self._reserve(file.fileno(), nbytes)
-            mapped: Any = UntypedStorage.from_file(file.name, shared=True, nbytes=nbytes)
-            return mapped  # it outlives the name
+            mapped: Any = UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=nbytes)
+            return mapped
 
     @staticmethod
     def _reserve(file: int, nbytes: int) -> None:

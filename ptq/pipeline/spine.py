@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from ptq.errors import BadInput
+from ptq.errors import Limited
 from ptq.models.call import functional, named
 from ptq.models.interpret import Interpreter, Use
 from ptq.pipeline.offload import Live, Offload, Parked
@@ -144,7 +144,7 @@ class Spine:
         except RuntimeError:  # the system gives no more threads
             self.close()
             count = f"got {len(self._threads)} threads for {len(self._batches)} micro-batches"
-            raise BadInput(f"{count}, expected one for each; pass a larger batch size, or fewer samples") from None
+            raise Limited(f"{count}, expected one for each; pass a larger batch size, or fewer samples") from None
         finally:
             threading.stack_size(before)
 

@@ -35,6 +35,7 @@ class Weights:
         self._decoded: dict[str, Tensor] = {}
         self._versions: dict[str, tuple[int, ...]] = {}
         self._reader = ThreadPoolExecutor(1, "ptq-read")
+        self._reader.submit(bool)  # its thread starts now: those of the micro-batches may leave no room for it
         self._ahead: dict[str, tuple[Leaf, Future[Leaf]]] = {}
 
     def __call__(self, use: Use) -> Tensor:
