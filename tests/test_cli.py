@@ -524,6 +524,31 @@ def test_a_second_signal_ends_it_at_once(cli: Callable[..., Done], deep: Path, o
     assert cli("compress", deep, out, *LONG, "--resume").code == 0
 
 
+TWICE = """
+import os, signal, sys
+from ptq.cli import main
+
+def run(args):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+
+main.one_heap = lambda: None
+main._COMMANDS[sys.argv[1]].run = run
+main.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", ["compress m o --recipe rtn-w4a16", "compress m o --recipe x --dry-run", "eval m"])
+def test_resume_is_spoken_of_where_there_is_one(command: str) -> None:
+    args = [sys.executable, "-c", TWICE, *command.split()]
+    done = subprocess.run(args, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr.startswith("ptq: ended at once")
+    assert ("--resume" in done.stderr) == command.endswith("rtn-w4a16")
+
+
 def test_a_closed_pipe_is_no_traceback() -> None:
     with spawned("recipes") as process:
         assert process.stdout is not None

@@ -480,6 +480,8 @@ def test_a_run_with_a_directory_writes_as_it_goes(tiny_llama: Path, ids: torch.T
     assert made == other
     report = json.loads(made[output.RECORD])["report"]
     assert [b["name"] for b in report["blocks"]] == [b["name"] for b in run.report["blocks"]]
+    with pytest.raises(BadInput, match="out: exists and is not empty"):  # at once
+        compress(open_model(tiny_llama), [ids], gptq(W4), out=tmp_path / "out")
     with pytest.raises(BadInput, match="resume goes on with what is beside `out`"):
         compress(open_model(tiny_llama), [ids], gptq(W4), resume=True)
 

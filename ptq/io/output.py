@@ -41,8 +41,7 @@ def check_output(
         BadInput: no directory can be made there; it is not empty and may not be overwritten, is no model, or holds the
             source; an earlier run left finished blocks, or another one is at work.
     """
-    given = Path(path).expanduser().absolute()
-    target = Path(os.path.realpath(given))  # a link gets no other meaning: what it leads to is made or replaced
+    given, target = Path(path).expanduser().absolute(), resolved(path)
     left = bool(target.name) and (_left(given) or _left(target))
     if target.is_mount():
         raise BadInput(f"{given}: a disk is mounted there, so no directory can be given its name; name one inside it")
@@ -59,6 +58,11 @@ def check_output(
         if valuable(partial(target)):
             raise BadInput(f"{partial(target)}: left by a run that was interrupted; resume it, or remove it")
     return target
+
+
+def resolved(path: str | Path) -> Path:
+    """The directory that a path is for. A link gets no other meaning: what it leads to is made or replaced."""
+    return Path(os.path.realpath(Path(path).expanduser()))
 
 
 def partial(target: Path) -> Path:
