@@ -510,6 +510,18 @@ def test_a_signal_before_the_first_block_leaves_nothing(deep: Path, out: Path) -
     assert ("kept in" in err) == bool(list(out.parent.iterdir()))
 
 
+def test_a_dry_run_looks_at_what_there_is_to_resume(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    def files() -> dict[str, float]:
+        return {str(path): path.stat().st_mtime for path in out.parent.rglob("*")}
+
+    command = ("compress", tiny_llama, out, "--recipe", "gptq-w4a16", *SMALL, "--resume")
+    assert cli(*command).code == 0
+    before = files()
+    assert "4 of 4 blocks are finished already" in cli(*command, "--dry-run").out
+    refused(cli(*command, "--dry-run", "--seed", "1"), "was begun with another seed: 0, now 1")
+    assert files() == before
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(cli: Callable[..., Done], deep: Path, out: Path) -> None:
     journal = out.with_name("out.partial") / JOURNAL

@@ -98,7 +98,7 @@ def test_the_run_that_follows_takes_that_much(
 @pytest.mark.parametrize(
     ("recipe", "more", "parts"),
     [
-        ("gptq-w4a16-g128", [], ["128", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"]),
+        ("gptq-w4a16-g128", [], ["128", "model.layers.0.self_attn.q_proj.weight", "and 8 more"]),
         ("sparsegpt-2of7", [], ["2 of 7", "model.layers.0"]),
         ("nonsense", [], ["unknown recipe"]),
         ("gptq-w4a16", ["--samples", "99999"], ["99999"]),

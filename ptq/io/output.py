@@ -11,6 +11,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ptq.errors import BadInput
 from ptq.io.files import sync
@@ -102,8 +103,14 @@ def valuable(directory: Path) -> bool:
         return True  # it only lacks its name
     if not (directory / JOURNAL).exists() and any(entry.name != WORK for entry in directory.iterdir()):
         raise BadInput(f"{directory}: is not what an interrupted run leaves; remove it")
-    begun, *lines = Journal(directory / JOURNAL).lines or [{}]
-    return begun.get("identity") is not None and any("reports" in line for line in lines)
+    identity, blocks = begun(directory)
+    return identity is not None and blocks > 0
+
+
+def begun(directory: Path) -> tuple[Any, int]:
+    """The identity of an unfinished job, and how many blocks are finished, over all stages."""
+    first, *lines = Journal(directory / JOURNAL).lines or [{}]
+    return first.get("identity"), sum(len(line.get("reports", ())) for line in lines)
 
 
 def swap(target: Path) -> None:
