@@ -518,6 +518,18 @@ def test_a_signal_before_the_first_block_leaves_nothing(deep: Path, out: Path) -
     assert ("kept in" in err) == bool(list(out.parent.iterdir()))
 
 
+def test_a_dry_run_looks_at_what_there_is_to_resume(cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    def files() -> dict[str, float]:
+        return {str(path): path.stat().st_mtime for path in out.parent.rglob("*")}
+
+    command = ("compress", tiny_llama, out, "--recipe", "gptq-w4a16", *SMALL, "--resume")
+    assert cli(*command).code == 0
+    before = files()
+    assert "4 of 4 blocks are finished already" in cli(*command, "--dry-run").out
+    refused(cli(*command, "--dry-run", "--seed", "1"), "was begun with another seed: 0, now 1")
+    assert files() == before
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(cli: Callable[..., Done], deep: Path, out: Path) -> None:
     journal = out.with_name("out.partial") / JOURNAL
@@ -530,6 +542,31 @@ def test_a_second_signal_ends_it_at_once(cli: Callable[..., Done], deep: Path, o
     assert err.count("\n") == 1
     assert "--resume" in err
     assert cli("compress", deep, out, *LONG, "--resume").code == 0
+
+
+TWICE = """
+import os, signal, sys
+from ptq.cli import main
+
+def run(args):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+
+main.one_heap = lambda: None
+main._COMMANDS[sys.argv[1]].run = run
+main.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", ["compress m o --recipe rtn-w4a16", "compress m o --recipe x --dry-run", "eval m"])
+def test_resume_is_spoken_of_where_there_is_one(command: str) -> None:
+    args = [sys.executable, "-c", TWICE, *command.split()]
+    done = subprocess.run(args, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr.startswith("ptq: ended at once")
+    assert ("--resume" in done.stderr) == command.endswith("rtn-w4a16")
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

@@ -78,6 +78,17 @@ def test_disk_is_what_a_run_writes(tiny: Path, tmp_path: Path, ids: Tensor, name
     assert found.disk == pytest.approx(save(run, tmp_path / "out").nbytes, rel=0.01)
 
 
+def test_the_disk_is_that_which_a_link_leads_to(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Path] = []
+    monkeypatch.setattr("ptq.pipeline.estimate._tried", lambda job, form, scratch: tried.append(scratch) or ())
+    (tmp_path / "disk" / "out").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
+    estimated(planned(open_model(tiny_llama), None, rtn(scheme("W4A16", group_size=16))), tmp_path / "link")
+    assert [scratch.parent for scratch in tried] == [tmp_path / "disk"]
+
+
 def test_disk_of_a_head_that_gets_weights_of_its_own(tiny_gemma3: Path, tmp_path: Path) -> None:
     model = open_model(tiny_gemma3)
     run = planned(model, None, targets("lm_head", rtn(W4)))

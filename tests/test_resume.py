@@ -239,6 +239,24 @@ def interrupted(tiny_llama: Path, ids: torch.Tensor, tmp_path: Path) -> Path:
     return tmp_path / "out.partial"
 
 
+def test_a_look_at_what_is_finished_changes_nothing(interrupted: Path, ids: torch.Tensor) -> None:
+    before, out = contents(interrupted), interrupted.with_name("out")
+    run = compress(open_model(interrupted.with_name("model")), [ids], gptq(W4), batch_size=2)
+    assert saving.finished(run, out, resume=True) == 2
+    assert saving.finished(run, out.with_name("new"), resume=True) == 0
+    other = CHANGES["seed"](interrupted.with_name("model"), ids)
+    with pytest.raises(BadInput, match=r"out\.partial: was begun with another seed: "):
+        saving.finished(other, out, resume=True)
+    assert contents(interrupted) == before
+    save(run, out, resume=True)
+    assert saving.finished(run, out, resume=True) == 4
+    with pytest.raises(BadInput, match=r"out: was begun with another seed: "):
+        saving.finished(other, out, resume=True)
+    out.rename(interrupted)  # as a kill before the last step leaves it
+    assert saving.finished(run, out, resume=True) == 4
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_job_is_refused_by_what_changed(what: str, interrupted: Path, ids: torch.Tensor) -> None:
     before = contents(interrupted)
@@ -510,6 +528,8 @@ def test_a_run_with_a_directory_writes_as_it_goes(tiny_llama: Path, ids: torch.T
     assert made == other
     report = json.loads(made[output.RECORD])["report"]
     assert [b["name"] for b in report["blocks"]] == [b["name"] for b in run.report["blocks"]]
+    with pytest.raises(BadInput, match="out: exists and is not empty"):  # at once
+        compress(open_model(tiny_llama), [ids], gptq(W4), out=tmp_path / "out")
     with pytest.raises(BadInput, match="resume goes on with what is beside `out`"):
         compress(open_model(tiny_llama), [ids], gptq(W4), resume=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from ptq.cli.options import add_data, add_format, add_model, add_overwrite, add_place
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from ptq.errors import BadInput
     from ptq.io.hub import open_model
     from ptq.io.output import check_output
-    from ptq.io.save import check_format
+    from ptq.io.save import check_format, finished
     from ptq.pipeline.estimate import estimate
     from ptq.pipeline.plan_report import plan_report
     from ptq.pipeline.run import compress
@@ -64,10 +65,11 @@ def run(args: argparse.Namespace) -> int:
         offload=args.offload,
     )
     if args.dry_run:
-        made = plan_report(work.plan, estimate(work.job, args.out, args.format))
+        done = finished(work, args.out, args.overwrite, args.format, resume=args.resume)
+        made = {**plan_report(work.plan, estimate(work.job, args.out, args.format)), "done": done}
     else:
         made = write(work, args.out, args.overwrite, args.resume, args.format)
-    report = {"model": args.model, **made}
+    report: dict[str, Any] = {"model": args.model, **made}
     if args.report:
         args.report.expanduser().write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (show_plan if args.dry_run else show_report)(report)

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial as bound
 from types import FrameType
 from typing import NoReturn
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one_heap()
     _quieten()
     try:
-        with _signals_raise(), warnings.catch_warnings(record=True) as args.warned:
+        with _signals_raise("resume" in args and not args.dry_run), warnings.catch_warnings(record=True) as args.warned:
             warnings.simplefilter("default")
             code: int = args.run(args) or 0
             for notice in notices(args):
@@ -109,12 +110,12 @@ def _quieten() -> None:
 
 
 @contextmanager
-def _signals_raise() -> Generator[None]:
+def _signals_raise(resumable: bool) -> Generator[None]:
     """SIGTERM and Ctrl-C as exceptions, so that threads are ended on the way out; a second one ends all at once.
 
-    Nothing is lost by that: what is finished is on disk.
+    Nothing is lost by that where a command is resumable: what is finished is on disk.
     """
-    before = {number: signal.signal(number, _raise) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, bound(_raise, resumable)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -122,12 +123,13 @@ def _signals_raise() -> Generator[None]:
             signal.signal(number, handler)
 
 
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
+def _raise(resumable: bool, number: int, frame: FrameType | None) -> NoReturn:
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, _end)
+        signal.signal(each, bound(_end, resumable))
     raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    os.write(2, b"ptq: ended at once; where blocks were finished, the same command with --resume goes on from there\n")
+def _end(resumable: bool, number: int, frame: FrameType | None) -> NoReturn:
+    on = b"; where blocks were finished, the same command with --resume goes on from there" if resumable else b""
+    os.write(2, b"ptq: ended at once" + on + b"\n")
     os._exit(128 + number)

@@ -17,7 +17,7 @@ def show_plan(report: Mapping[str, Any]) -> None:
     _show_targets(report["stages"])
     _show_sites(report["blocks"])
     _show_costs(report["blocks"])
-    for line in (*_ties(report), *_totals(report["totals"])):
+    for line in (*_ties(report), *_totals(report["totals"]), *_done(report)):
         print(line)
 
 
@@ -111,6 +111,12 @@ def _ties(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"{alias} is {name}"
     for name in report["untied"]:
         yield f"{name} was tied, gets weights of its own"
+
+
+def _done(report: Mapping[str, Any]) -> Iterator[str]:
+    if report.get("done"):
+        count = len(report["stages"] or "-") * len(report["blocks"])
+        yield f"{report['done']} of {count} blocks are finished already; the time is that of all"
 
 
 def _totals(totals: Mapping[str, Any]) -> Iterator[str]:

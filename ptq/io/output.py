@@ -11,6 +11,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ptq.errors import BadInput
 from ptq.io.files import sync
@@ -41,8 +42,7 @@ def check_output(
         BadInput: no directory can be made there; it is not empty and may not be overwritten, is no model, or holds the
             source; an earlier run left finished blocks, or another one is at work.
     """
-    given = Path(path).expanduser().absolute()
-    target = Path(os.path.realpath(given))  # a link gets no other meaning: what it leads to is made or replaced
+    given, target = Path(path).expanduser().absolute(), resolved(path)
     left = bool(target.name) and (_left(given) or _left(target))
     if target.is_mount():
         raise BadInput(f"{given}: a disk is mounted there, so no directory can be given its name; name one inside it")
@@ -59,6 +59,11 @@ def check_output(
         if valuable(partial(target)):
             raise BadInput(f"{partial(target)}: left by a run that was interrupted; resume it, or remove it")
     return target
+
+
+def resolved(path: str | Path) -> Path:
+    """The directory that a path is for. A link gets no other meaning: what it leads to is made or replaced."""
+    return Path(os.path.realpath(Path(path).expanduser()))
 
 
 def partial(target: Path) -> Path:
@@ -98,8 +103,14 @@ def valuable(directory: Path) -> bool:
         return True  # it only lacks its name
     if not (directory / JOURNAL).exists() and any(entry.name != WORK for entry in directory.iterdir()):
         raise BadInput(f"{directory}: is not what an interrupted run leaves; remove it")
-    begun, *lines = Journal(directory / JOURNAL).lines or [{}]
-    return begun.get("identity") is not None and any("reports" in line for line in lines)
+    identity, blocks = begun(directory)
+    return identity is not None and blocks > 0
+
+
+def begun(directory: Path) -> tuple[Any, int]:
+    """The identity of an unfinished job, and how many blocks are finished, over all stages."""
+    first, *lines = Journal(directory / JOURNAL).lines or [{}]
+    return first.get("identity"), sum(len(line.get("reports", ())) for line in lines)
 
 
 def swap(target: Path) -> None:

@@ -20,7 +20,7 @@ from ptq.io.check import check, damage, remarks
 from ptq.io.files import naming, read_json, sync, write_json
 from ptq.io.job import Past, Report, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
-from ptq.io.output import JOURNAL, RECORD, check_output, conclude, locked, partial, tidy
+from ptq.io.output import JOURNAL, RECORD, begun, check_output, conclude, locked, partial, tidy, valuable
 from ptq.io.pruned import PRUNED
 from ptq.io.quantization_config import dump
 from ptq.io.safetensors import headers
@@ -153,7 +153,7 @@ def write(
 ) -> Generator[F_co, None, Saved]:
     """`save` for a run, one block at a time: each comes out when it is safe on disk."""
     target = _checked(run.start, path, overwrite, format, resume)
-    identity = {**run.identity, "format": format, "shard size": shard_size}
+    identity = _identity(run, format, shard_size)
     whole = _whole(target, identity, overwrite) if resume else None
     if whole is not None:
         yield from run.stream(whole)
@@ -168,6 +168,42 @@ def write(
         made = {"identity": identity, "report": _lasting(run.report)}
         job.finish(bound(_complete, run.start, made))
         return Saved(target, job.writer.nbytes, job.writer.notes)
+
+
+def finished(
+    run: Blocks[Finished],
+    path: str | Path,
+    overwrite: bool = False,
+    format: str = "auto",  # noqa: A002  # as above
+    shard_size: int = SHARD_SIZE,
+    resume: bool = False,
+) -> int:
+    """How many blocks, over all stages, `write` would find finished. It looks, and changes nothing.
+
+    Raises:
+        BadInput: as `write` does before it begins.
+    """
+    target = _checked(run.start, path, overwrite, format, resume)
+    directory, identity = partial(target), _identity(run, format, shard_size) if resume else {}
+    if not resume or not directory.exists():
+        made = _made(target, identity, overwrite) if resume else None
+        return run.stages * len(made["report"]["blocks"]) if made else 0
+    handle = locked(directory)
+    try:
+        if not valuable(directory):
+            return 0
+        old, count = begun(directory)
+        if not (directory / JOURNAL).exists():  # it only lacks its name
+            made = read_json(directory / RECORD)
+            old, count = made.get("identity"), run.stages * len(made["report"]["blocks"])
+        refuse_changed(old, identity, directory)
+        return count
+    finally:
+        os.close(handle)
+
+
+def _identity(run: Blocks[Finished], form: str, shard_size: int) -> dict[str, Any]:
+    return {**run.identity, "format": form, "shard size": shard_size}
 
 
 class _Whole(NamedTuple):
@@ -198,7 +234,18 @@ def _whole(target: Path, identity: Mapping[str, Any], overwrite: bool) -> _Whole
             conclude(target)
         finally:
             os.close(handle)
-    elif directory.exists() or not (target / RECORD).is_file():
+    elif directory.exists():
+        return None
+    made = _made(target, identity, overwrite)
+    if made is None:
+        return None
+    tidy(target)
+    return _Whole(made)
+
+
+def _made(target: Path, identity: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """What a finished directory says of the same job."""
+    if not (target / RECORD).is_file():
         return None
     made = read_json(target / RECORD)
     try:
@@ -208,8 +255,7 @@ def _whole(target: Path, identity: Mapping[str, Any], overwrite: bool) -> _Whole
         if overwrite:
             return None
         raise
-    tidy(target)
-    return _Whole(made)
+    return made
 
 
 def _refuse_damaged(target: Path, made: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ptq.io.output import resolved
 from ptq.io.writer import Writer
 from ptq.models.probe import Segment
 from ptq.numerics.lazy import Lazy
@@ -63,7 +64,7 @@ def _tried(job: Job, form: str, scratch: Path) -> tuple[BlockEstimate, ...]:
 
 def _existing(out: str | Path | None) -> Path | None:
     """Where something can be put on the disk of a directory that is not there yet."""
-    parents = [] if out is None else Path(out).expanduser().absolute().parents
+    parents = [] if out is None else resolved(out).parents
     return next((p for p in parents if p.is_dir()), None)
 
 

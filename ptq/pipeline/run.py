@@ -14,6 +14,7 @@ from torch import nn
 
 from ptq.base import Stage, Transform, chain
 from ptq.errors import BadInput
+from ptq.io.output import check_output
 from ptq.io.save import Store, write
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
@@ -192,13 +193,15 @@ def compress(
     torch.int8
     """
     source = model if isinstance(model, Model) else from_module(model)
+    if out is not None:
+        check_output(out, source=source.source, resume=resume)
+    elif resume:
+        raise BadInput("compress: resume goes on with what is beside `out`; name it")
     made = micro_batches(source, batches, batch_size) if batches is not None else []
     staged = tuple(_stage(stage) for stage in stages)
     plan = make_plan(source, staged, _example(source, made))
     if not made and any(needs_data(m) for stage in plan.stages for m in stage):
         raise BadInput("this recipe measures activations: give batches (on the command line: --data)")
-    if resume and out is None:
-        raise BadInput("compress: resume goes on with what is beside `out`; name it")
     place = resolve(device, compute_dtype, source)
     away = None if offload is None else Offload(offload, place.device)
     room = None if away else budget(place.device)
