@@ -74,6 +74,29 @@ def test_resident_memory_follows_what_is_held() -> None:
         assert resident_bytes(CPU) - before == pytest.approx(len(held), rel=0.1)
 
 
+def test_what_a_limit_on_private_memory_counts_is_measured() -> None:
+    """What is set aside and not written to, but no pages of files."""
+    code = """
+import mmap, resource, sys, tempfile, torch
+from ptq.pipeline.budget import limits_private, resident_bytes
+device = torch.device("cpu")
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 32, resource.RLIM_INFINITY))
+before = resident_bytes(device)
+aside = mmap.mmap(-1, 1 << 26, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+between = resident_bytes(device)
+with tempfile.TemporaryFile() as file:
+    file.truncate(1 << 26)
+    shared = mmap.mmap(file.fileno(), 1 << 26, prot=mmap.PROT_READ)
+    sum(shared[::4096])
+print(limits_private(device), between - before, resident_bytes(device) - between)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert done[0] == "True"
+    assert int(done[1]) == pytest.approx(1 << 26, rel=0.05)
+    assert int(done[2]) < 1 << 22
+
+
 def test_parked_bytes_are_residual_and_widest_input() -> None:
     params = {"norm": torch.ones(8), "up": torch.ones(24, 8), "down": torch.ones(8, 24)}
     segment = Segment("block", tuple(params), "block")

@@ -29,7 +29,7 @@ from ptq.pipeline.place import Place
 from ptq.pipeline.plan import Plan
 from ptq.pipeline.plan_report import plan_report
 from ptq.pipeline.run import Run, compress
-from ptq.pipeline.spine import Batch
+from ptq.pipeline.spine import STACK, Batch
 from ptq.pipeline.tasks import Task
 from ptq.pipeline.trial_files import Rates
 from ptq.pipeline.trial_forward import Kind, Passage, kind
@@ -235,6 +235,19 @@ def test_forwards_end_with_the_last_weight_to_solve(ids: Tensor) -> None:
     found = estimated(planned(llama(num_hidden_layers=4), ids, targets("model.layers.1", gptq(W4)), batch_size=2))
     assert [b.activations.parked for b in found.blocks] == ["memory"] * 3 + ["nothing"] * 3
     assert [b.seconds.forward for b in found.blocks] == pytest.approx([0.0, 8.0, 8.0, 0.0, 0.0, 0.0])
+
+
+def test_stacks_count_where_private_memory_is_limited(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resident(stage: Any) -> int:
+        run = compress(open_model(tiny_llama), [torch.zeros(6, 16, dtype=torch.long)], stage, batch_size=2)
+        return estimate(run.job).resident
+
+    monkeypatch.setattr("ptq.pipeline.estimate.resident_bytes", lambda device: 1000)
+    w4 = scheme("W4A16", group_size=16)
+    assert resident(gptq(w4)) == 1000
+    monkeypatch.setattr("ptq.pipeline.estimate.limits_private", lambda device: True)
+    assert resident(gptq(w4)) == 1000 + 3 * STACK
+    assert resident(rtn(w4)) == 1000
 
 
 # A model that is not there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,10 +32,21 @@ def memory_limit(device: torch.device) -> int:
     if device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_private_limit(), *_shared_limits())
+
+
+def limits_private(device: torch.device) -> bool:
+    """Whether the least limit is one on private memory, which counts what is set aside, such as threads' stacks."""
+    return device.type != "cuda" and _private_limit() < min(_shared_limits())
+
+
+def _private_limit() -> int:
     private, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = (*cgroup_limits(), *([] if private == resource.RLIM_INFINITY else [private]))
-    return min(physical, *limits)
+    return sys.maxsize if private == resource.RLIM_INFINITY else private
+
+
+def _shared_limits() -> tuple[int, ...]:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *cgroup_limits()
 
 
 def cgroup_limits(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[int]:
@@ -57,11 +69,11 @@ def cgroup_limits(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[i
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Bytes that this process has on a device now."""
+    """Bytes that this process has on a device now, of the kind that the least limit counts."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.memory_reserved(device)
     pages = _text(_PROCESS / "statm").split()
-    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else peak_bytes()
+    return int(pages[5 if limits_private(device) else 1]) * os.sysconf("SC_PAGE_SIZE") if pages else peak_bytes()
 
 
 def parked_bytes(segment: Segment, tokens: int, hidden: int, params: Params, itemsize: int) -> int:

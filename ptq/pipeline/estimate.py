@@ -21,11 +21,11 @@ from ptq.numerics.lazy import Lazy
 from ptq.numerics.leaves import compressed, nbytes
 from ptq.pipeline.activations import Activations, activations
 from ptq.pipeline.batches import few_tokens
-from ptq.pipeline.budget import memory_limit, resident_bytes
+from ptq.pipeline.budget import limits_private, memory_limit, resident_bytes
 from ptq.pipeline.estimates import BlockEstimate, Estimate, Seconds
 from ptq.pipeline.plan import Member, needs_data
 from ptq.pipeline.scan import Job, workers
-from ptq.pipeline.spine import Batch
+from ptq.pipeline.spine import STACK, Batch
 from ptq.pipeline.tasks import Task, signature, tasks
 from ptq.pipeline.trial_files import Rates, file_rates
 from ptq.pipeline.trial_forward import Kind, Passage, kind, trial_forward
@@ -43,7 +43,7 @@ def estimate(job: Job, out: str | Path | None = None, form: str = "auto") -> Est
         out: where the result will be: that disk is tried. Default: the system's place for temporary files.
         form: what weights will be stored as, as `ptq.save` takes it.
     """
-    resident, limit = resident_bytes(job.place.device), memory_limit(job.place.device)
+    resident, limit = resident_bytes(job.place.device) + _stacks(job), memory_limit(job.place.device)
     with (
         tempfile.TemporaryDirectory(dir=_existing(out), prefix="ptq-trial-") as scratch,
         ThreadPoolExecutor(1) as thread,
@@ -52,6 +52,12 @@ def estimate(job: Job, out: str | Path | None = None, form: str = "auto") -> Est
         # In a thread, as a run does: OpenMP waits in another way where several threads compute.
         blocks = thread.submit(_tried, job, form, Path(scratch)).result()
     return Estimate(blocks, resident, limit, free, job.offload.free if job.offload else 0)
+
+
+def _stacks(job: Job) -> int:
+    """What the micro-batches' threads set aside, where that counts."""
+    measured = any(needs_data(member) for stage in job.plan.stages for member in stage)
+    return len(job.batches) * STACK if measured and limits_private(job.place.device) else 0
 
 
 def _tried(job: Job, form: str, scratch: Path) -> tuple[BlockEstimate, ...]:

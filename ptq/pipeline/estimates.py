@@ -60,7 +60,7 @@ class Estimate(NamedTuple):
 
     blocks: tuple[BlockEstimate, ...]
     resident: int
-    """bytes of memory that this process has already"""
+    """bytes of memory that this process has already, or sets aside before the first block"""
     limit: int
     """bytes that it may have"""
     free: int

@@ -24,7 +24,8 @@ from ptq.models.call import functional, named
 from ptq.models.interpret import Interpreter, Use
 from ptq.pipeline.offload import Live, Offload, Parked
 
-_STACK = 1 << 22  # as little as kernels do with: all of it counts where private memory is limited
+STACK = 1 << 22
+"""bytes of a micro-batch's thread, as few as kernels do with: all of them count where private memory is limited"""
 
 
 class Batch(NamedTuple):
@@ -135,7 +136,7 @@ class Spine:
         self._start()
 
     def _start(self) -> None:
-        before = threading.stack_size(_STACK)
+        before = threading.stack_size(STACK)
         try:
             for i in range(len(self._batches)):
                 thread = threading.Thread(target=self._work, args=(i,), daemon=True)
