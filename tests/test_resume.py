@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,14 +148,26 @@ def forked(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_any_moment(moment: str, when: str, recipe: Recipe, tmp_path: Path) -> None:
-    if not recipe.calls[moment]:
+STAGED = ("statistics", "solve", "marker")
+"""moments of every stage; those of the second of two are in the second half"""
+
+
+def kills() -> Iterator[Any]:
+    """Moment, half of its calls, and when: the full set is slow."""
+    for moment, half, when in itertools.product(MOMENTS, (0, 1), ("before", "after")):
+        if (moment, half) != ("reading", 1):  # how often something is read depends on what was read ahead in time
+            fast = when == "after" and (half == 0 or moment in STAGED)
+            yield pytest.param(moment, half, when, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("moment", "half", "when"), list(kills()))
+def test_killed_at_any_moment(moment: str, half: int, when: str, recipe: Recipe, tmp_path: Path) -> None:
+    calls, out = recipe.calls[moment], tmp_path / "out"
+    if calls <= half:
         pytest.skip("this recipe has no such moment")
-    out, draw = tmp_path / "out", random.Random(moment + when)  # noqa: S311  # no secret
-    # In the first half: how often something is read depends on what was read ahead in time.
-    counter = Counter(draw.randint(1, 1 + recipe.calls[moment] // 2), **{when: kill})
+    draw = random.Random(f"{moment} {half} {when}")  # noqa: S311  # no secret
+    at = draw.randint(1 + half * calls // 2, max(1, (1 + half) * calls // 2))
+    counter = Counter(at, **{when: kill})
 
     def work() -> None:
         counted(pytest.MonkeyPatch(), moment, counter)
