@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ptq.base import Params
 from ptq.errors import BadInput
@@ -48,7 +48,15 @@ class Past(NamedTuple):
     """their leaves, read when they are used; what a stage left alone is not among them"""
 
 
-class Job:
+class Store(Protocol):
+    """Where a run's finished blocks go, and where those are that an earlier process finished."""
+
+    def past(self, stage: int) -> Past: ...
+    def settle(self, facts: Mapping[str, Any]) -> Mapping[str, Any]: ...
+    def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]: ...
+
+
+class Workspace:
     """The state of a job, in a directory of its own that is locked.
 
     Args:
@@ -175,7 +183,7 @@ def opened(
     identity: Identity | None,
     writer: Callable[[Path, Sequence[Any]], Writer],
     overwrite: bool,
-) -> Generator[Job]:
+) -> Generator[Workspace]:
     """A new job, or the one that an interrupted run left: it is kept where a block is finished, else removed.
 
     Raises:
@@ -197,7 +205,7 @@ def opened(
                 raise BadInput(f"{target}: another run has just finished it; look at what it made")
             if not valuable(directory):
                 _clear(directory)
-            job = Job(target, start, stages, identity, writer)
+            job = Workspace(target, start, stages, identity, writer)
         try:
             yield job
         except BaseException as error:

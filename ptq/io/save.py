@@ -18,7 +18,7 @@ from ptq.errors import BadInput
 from ptq.io.bitmask import FORMATS as BITMASKS
 from ptq.io.check import check, damage, remarks
 from ptq.io.files import naming, read_json, sync, write_json
-from ptq.io.job import Past, Report, opened, refuse_changed
+from ptq.io.job import Past, Report, Store, opened, refuse_changed
 from ptq.io.layouts import LAYOUTS
 from ptq.io.output import JOURNAL, RECORD, begun, check_output, conclude, locked, partial, tidy, valuable
 from ptq.io.pruned import PRUNED
@@ -41,14 +41,6 @@ class Finished(Protocol):
 
     @property
     def state(self) -> State: ...
-
-
-class Store(Protocol):
-    """Where a run's finished blocks go, and where those are that an earlier process finished."""
-
-    def past(self, stage: int) -> Past: ...
-    def settle(self, facts: Mapping[str, Any]) -> Mapping[str, Any]: ...
-    def put(self, stage: int, params: Params, report: Report) -> tuple[Params, Report]: ...
 
 
 F_co = TypeVar("F_co", bound=Finished, covariant=True)

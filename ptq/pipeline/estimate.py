@@ -61,11 +61,16 @@ def _stacks(job: Job) -> int:
 
 
 def _tried(job: Job, form: str, scratch: Path) -> tuple[BlockEstimate, ...]:
-    writer = Writer(job.plan.model, scratch, form, 1 << 40)
+    writer = Writer(job.plan.model, scratch, _trial_format(job, form), 1 << 40)
     try:
         return tuple(_Estimator(job, writer, file_rates(job.plan.model, writer, scratch)).blocks())
     finally:
         writer.abort()
+
+
+def _trial_format(job: Job, form: str) -> str:
+    """Trials take weights as they are before any stage, which not every format holds that is right for the last one."""
+    return "auto" if len(job.stages) > 1 else form
 
 
 def _existing(out: str | Path | None) -> Path | None:

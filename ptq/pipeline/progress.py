@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ptq.base import Params
-from ptq.io.job import Past, Report, completed
-from ptq.io.save import Store
+from ptq.io.job import Past, Report, Store, completed
 from ptq.numerics.leaves import nbytes
 from ptq.pipeline.scan import Block, Step
 

@@ -14,8 +14,9 @@ from torch import nn
 
 from ptq.base import Stage, Transform, chain
 from ptq.errors import BadInput
+from ptq.io.job import Store
 from ptq.io.output import check_output
-from ptq.io.save import Store, write
+from ptq.io.save import write
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
 from ptq.pipeline.batches import at, few_tokens, micro_batches

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ptq.base import Stage, State
-from ptq.io.job import Report
-from ptq.io.save import Store
+from ptq.io.job import Report, Store
 from ptq.models.call import stand_ins
 from ptq.models.probe import Segment
 from ptq.pipeline.ahead import ahead, undivided
