@@ -130,14 +130,20 @@ class Observer:
         inner: serves the values.
         kinds: weight -> kinds of statistic of its input.
         rows: flattens an input to the rows `[tokens, in]` that count, where a batch carries a mask.
+        keep: puts the statistics of one weight's input where they wait for more.
     """
 
     def __init__(
-        self, inner: Reader, kinds: Mapping[str, Sequence[str]], rows: Callable[[Tensor], Tensor] | None = None
+        self,
+        inner: Reader,
+        kinds: Mapping[str, Sequence[str]],
+        rows: Callable[[Tensor], Tensor] | None = None,
+        keep: Callable[[Stats], Stats] = dict,
     ) -> None:
         self.inner = inner
         self.kinds = kinds
         self.rows = rows or flat_rows
+        self.keep = keep
         self.stats: Stats = {}
 
     def __call__(self, use: Use) -> Tensor:
@@ -145,7 +151,7 @@ class Observer:
             x = self.rows(use.x)
             with torch.autocast(x.device.type, enabled=False):  # the forward's own is none of the statistics'
                 seen = {kind: KINDS[kind].measure(x) for kind in self.kinds[use.name]}
-            self.stats = merge_stats(self.stats, {use.name: seen})
+            self.stats |= self.keep(merge_stats({use.name: self.stats.get(use.name, {})}, {use.name: seen}))
         return self.inner(use)
 
 

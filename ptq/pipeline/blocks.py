@@ -206,15 +206,17 @@ class BlockRunner:
         return notes
 
     def _observed(self, segment: Segment, arrived: Arrived, kinds: Mapping[str, Sequence[str]]) -> Stats:
-        """Statistics of a parked block on its present weights."""
-        stats: Stats = {}
+        """Statistics of a parked block on its present weights; where they would not fit, one of them is in memory."""
+
+        def keep(one: Stats) -> Stats:
+            held = sum(map(nbytes, tensors({**watch.stats, **one})))
+            return one if self.offload is None or held <= budget(self.weights.place.device) else self.offload.keep(one)
+
+        watch = Observer(self.weights, kinds, keep=keep)
         for i, (args, kwargs) in arrived.items():
-            watch = Observer(self.weights, kinds, lambda x, i=i: rows(x, self._masks[i]))
+            watch.rows = lambda x, i=i: rows(x, self._masks[i])
             self._block(segment, args, kwargs, watch, self.weights.place.dtype)
-            stats = merge_stats(stats, watch.stats)
-            if self.offload is not None and sum(map(nbytes, tensors(stats))) > budget(self.weights.place.device):
-                stats = self.offload.keep(stats)
-        return stats
+        return watch.stats
 
     def _block(
         self, segment: Segment, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader, dtype: torch.dtype | None
