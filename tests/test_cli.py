@@ -53,7 +53,9 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def spawned(*args: str | Path, **more: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "ptq", *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # a job goes on with as many only
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **{**pipes, "env": environment, **more})
 
 
 def refused(done: Done, *parts: str) -> None:

@@ -596,7 +596,7 @@ def test_what_an_interrupted_run_left_is_refused_where_a_block_is_finished(tmp_p
     check_output(tmp_path / "out")
     journal.append({"identity": {"seed": 0}})
     check_output(tmp_path / "out")
-    journal.append({"stage": 0, "reports": []})
+    journal.append({"stage": 0, "reports": [{}]})
     with pytest.raises(BadInput, match=r"out\.partial: left by a run that was interrupted"):
         check_output(tmp_path / "out")
 
