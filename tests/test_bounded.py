@@ -50,7 +50,8 @@ def peak(model: Path, out: Path, *args: object) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-@pytest.mark.parametrize("recipe", [pytest.param("gptq-w4a16-g64", marks=pytest.mark.slow), "rtn-w4a16-g64"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["gptq-w4a16-g64", "rtn-w4a16-g64"])
 def test_peak_memory_does_not_grow_with_the_number_of_blocks(tmp_path: Path, recipe: str) -> None:
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"input_ids": [i * 7 % VOCABULARY for i in range(4 * 32)]}) + "\n")

@@ -187,6 +187,7 @@ def test_overwrite_replaces_the_old_result(cli: Callable[..., Done], tiny_llama:
     assert [p.name for p in out.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_the_bar_shows_on_a_terminal_only(tiny_llama: Path, out: Path) -> None:
     """Without one nothing is on stderr at all: see the other tests."""
     terminal, far_end = pty.openpty()

@@ -93,6 +93,7 @@ def test_a_run_is_that_on_the_cpu(family: str, name: str, model_dir: Callable[[s
 
 
 @pytest.mark.parametrize("away", ["cpu", "directory"])
+@pytest.mark.slow
 def test_what_waits_leaves_the_device(
     away: str, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

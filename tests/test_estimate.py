@@ -100,6 +100,7 @@ def test_disk_of_a_head_that_gets_weights_of_its_own(tiny_gemma3: Path, tmp_path
 @pytest.mark.parametrize(
     "stages", [(sparsegpt(NM(2, 4)), gptq(W4)), (fold_norms(), sparsegpt(NM(2, 4)), gptq(W4)), (gptq(W4),)], ids=len
 )
+@pytest.mark.slow
 def test_what_earlier_stages_leave_beside_the_result(
     stages: tuple[Any, ...], tiny_llama: Path, tmp_path: Path, ids: Tensor
 ) -> None:
@@ -156,6 +157,7 @@ def test_without_data_nothing_is_parked() -> None:
     assert found.blocks[0].seconds.writing > 0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_measured_in_two_forwards_or_offloaded(
     ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +239,7 @@ def test_forwards_end_with_the_last_weight_to_solve(ids: Tensor) -> None:
     assert [b.seconds.forward for b in found.blocks] == pytest.approx([0.0, 8.0, 8.0, 0.0, 0.0, 0.0])
 
 
+@pytest.mark.slow
 def test_stacks_count_where_private_memory_is_limited(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resident(stage: Any) -> int:
         run = compress(open_model(tiny_llama), [torch.zeros(6, 16, dtype=torch.long)], stage, batch_size=2)
@@ -332,6 +335,7 @@ def test_a_large_model_is_planned_without_its_weights_in_little_memory(
 # The report
 
 
+@pytest.mark.slow
 def test_the_report_says_what_matches_what(ids: Tensor) -> None:
     stage = chain(targets("re:.*mlp", sparsegpt(NM(2, 4)), ignore=["re:.*down_proj"]), gptq(W4))
     run = planned(llama(), ids, stage)

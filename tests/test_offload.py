@@ -150,6 +150,7 @@ def test_tables_of_others_change_no_result(tmp_path: Path) -> None:
     assert all(torch.equal(dense(here[name]), dense(away[name])) for name in here)
 
 
+@pytest.mark.slow
 def test_as_much_is_put_away_at_the_end_as_at_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of weights that were let go of is given out again, to activations too."""
     held: list[float] = []

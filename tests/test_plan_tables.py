@@ -82,6 +82,7 @@ def test_ties_are_shown(dry: Run, tiny_gemma3: Path) -> None:
     assert "lm_head.weight is model.embed_tokens.weight" in out
 
 
+@pytest.mark.slow
 def test_the_run_that_follows_takes_that_much(
     dry: Run, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
