@@ -29,7 +29,7 @@ from ptq.io.files import read_json
 from ptq.io.inference import SQUARES, by_shape
 from ptq.io.quantization_config import Args
 from ptq.io.safetensors import OnDisk, positive
-from ptq.numerics.lazy import Lazy, load
+from ptq.numerics.lazy import Around, load
 from ptq.numerics.leaves import Leaf, Transposed, compressed, nbytes
 from ptq.numerics.tiles import fits
 
@@ -66,12 +66,12 @@ class Source(NamedTuple):
         return found
 
 
-class Turned(Lazy):
+class Turned(Around):
     """A leaf of a file whose parameter is stored as (in, out)."""
 
-    def __init__(self, leaf: Lazy) -> None:
-        self.leaf, self.dtype = leaf, leaf.dtype
-        self.shape = _swapped(leaf.shape)
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # read only
+        return _swapped(self.leaf.shape)
 
     def load(self) -> Transposed:
         return Transposed(load(self.leaf))

@@ -14,7 +14,7 @@ from ptq.errors import BadInput
 from ptq.io.bitmask import Masked
 from ptq.io.compressed_tensors import Stored
 from ptq.io.safetensors import OnDisk
-from ptq.numerics.lazy import Lazy, load
+from ptq.numerics.lazy import Around, load
 from ptq.numerics.leaves import Leaf, Sparse, Transposed, compressed, dense, nbytes, rounded
 from ptq.numerics.patterns import NM
 
@@ -25,23 +25,14 @@ targets makes vLLM refuse the model, dense or not; and one file has it all, whic
 
 
 @dataclass(frozen=True)
-class Zeroed(Lazy):
+class Zeroed(Around):
     """A weight in a file whose zeros are meant: `load` gives it as `Sparse`."""
 
-    leaf: OnDisk | Stored
     pattern: NM | None
     name: str
     """the file and the tensor, for errors"""
     turned: bool = False
     """whether it is stored as (in, out)"""
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]  # read only
-        return self.leaf.shape
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]  # read only
-        return self.leaf.dtype
 
     def load(self) -> Sparse | Transposed:
         values = load(self.leaf)

@@ -34,8 +34,8 @@ def load(leaf: Leaf) -> Leaf:
 
 
 @dataclass(frozen=True)
-class Decoded(Lazy):
-    """A compressed leaf as the float weight that it stands for, decoded when it is used; what is pruned stays so."""
+class Around(Lazy):
+    """Another leaf, given as something else when it is used."""
 
     leaf: Leaf
 
@@ -46,6 +46,11 @@ class Decoded(Lazy):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]  # read only
         return self.leaf.dtype
+
+
+@dataclass(frozen=True)
+class Decoded(Around):
+    """A compressed leaf as the float weight that it stands for; what is pruned stays so."""
 
     def load(self) -> Leaf:
         return _floats(load(self.leaf))
