@@ -77,7 +77,7 @@ def expanded(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("experts", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("experts", [(), (3,), pytest.param((2, 3), marks=pytest.mark.slow)])
 @given(chunk=st.integers(1, 4 * OUT * IN))
 def test_leaves_decode_alike_however_they_are_cut(kind: str, experts: tuple[int, ...], chunk: int) -> None:
     x = leaf(kind, *experts)

@@ -70,7 +70,14 @@ def ids() -> Tensor:
 # Disk
 
 
-@pytest.mark.parametrize("name", ["gptq-w4a16-g64", "gptq-w3a16", "sparsegpt-2of4", "wanda-2of4-fp8", "rtn-w8a16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq-w4a16-g64",
+        "rtn-w8a16",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gptq-w3a16", "sparsegpt-2of4", "wanda-2of4-fp8")),
+    ],
+)
 def test_disk_is_what_a_run_writes(tiny: Path, tmp_path: Path, ids: Tensor, name: str) -> None:
     run = planned(open_model(tiny), ids, *recipe(name))
     found = estimated(run, out=tmp_path / "out")

@@ -173,7 +173,7 @@ def test_as_much_is_put_away_at_the_end_as_at_the_beginning(tmp_path: Path, monk
 STAGES = {"gptq": gptq(W4), "wanda": wanda(NM(keep=2, of=4)), "fold": chain(fold_norms(), gptq(W4))}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [s if s == "gptq" else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
 def test_same_results(stage: str, tiny: Path, tmp_path: Path) -> None:
     ids = torch.randint(300, (6, 24))
     here, away = (

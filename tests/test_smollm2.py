@@ -49,6 +49,7 @@ def test_gptq_beats_rounding_on_every_weight_of_two_blocks(model: Any, calibrati
     assert 0.97 < ratio < 1.03  # two of thirty blocks; on so little text it may fall below 1
 
 
+@pytest.mark.slow
 def test_pruning_leaves_exact_masks_in_two_blocks(model: Any, calibration: Any) -> None:
     stage = ptq.targets(TWO, ptq.sparsegpt(ptq.NM(keep=2, of=4)))
     done = ptq.compress(model, [calibration[:8]], stage).model
