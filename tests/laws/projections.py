@@ -57,13 +57,16 @@ def diagonal_gram_compensates_nothing(make: Callable[[], Projection]) -> None:
 
 def compensation_pays(make: Callable[[], Projection]) -> None:
     """It raises the error of the weight, and lowers that of the output: greedily, so on the whole."""
-    output, weight = 0.0, 0.0
-    for seed in range(8):
-        w, g = randn(seed, 8, OUT, IN), gram(seed + 50, IN).expand(8, IN, IN)
-        swept = dense(obs.sweep(w, obs.inverse_factor(g), make())) - w
-        plain = dense(obs.project(w, make(), g.diagonal(dim1=-2, dim2=-1))) - w
-        output += ((swept @ g * swept).sum() / (plain @ g * plain).sum()).log().item()
-        weight += (swept.square().sum() / plain.square().sum()).log().item()
+    w = torch.cat([randn(seed, 8, OUT, IN) for seed in range(8)])
+    g = torch.stack([gram(seed + 50, IN) for seed in range(8)]).repeat_interleave(8, 0)
+    swept = dense(obs.sweep(w, obs.inverse_factor(g), make())) - w
+    plain = dense(obs.project(w, make(), g.diagonal(dim1=-2, dim2=-1))) - w
+
+    def by_gram(error: Tensor) -> Tensor:
+        return error.unflatten(0, (8, 8)).sum((1, 2, 3))
+
+    output = (by_gram(swept @ g * swept) / by_gram(plain @ g * plain)).log().sum()
+    weight = (by_gram(swept.square()) / by_gram(plain.square())).log().sum()
     assert output < 0 < weight
 
 
