@@ -148,15 +148,16 @@ def forked(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-STAGED = ("statistics", "solve", "marker")
-"""moments of every stage; those of the second of two are in the second half"""
+FIRST = ("reading", "statistics", "solve", "write", "marker", "rename")
+SECOND = ("solve", "marker")
+"""moments of every stage: the second half of them is in the second of two stages"""
 
 
 def kills() -> Iterator[Any]:
     """Moment, half of its calls, and when: the full set is slow."""
     for moment, half, when in itertools.product(MOMENTS, (0, 1), ("before", "after")):
         if (moment, half) != ("reading", 1):  # how often something is read depends on what was read ahead in time
-            fast = when == "after" and (half == 0 or moment in STAGED)
+            fast = when == "after" and moment in (FIRST, SECOND)[half]
             yield pytest.param(moment, half, when, marks=() if fast else pytest.mark.slow)
 
 
