@@ -1,4 +1,4 @@
-"""Threads, hypothesis and tiny models for every test. The checking of shapes is switched on in pyproject.toml."""
+"""Threads, hypothesis and tiny models for every test. `.ci/run` has shapes checked too."""
 
 from __future__ import annotations
 
