@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from ptq.errors import BadInput
     from ptq.io.hub import open_model
     from ptq.io.output import check_output
-    from ptq.io.save import check_format, finished
+    from ptq.io.save import finished
+    from ptq.io.storable import check_format
     from ptq.pipeline.estimate import estimate
     from ptq.pipeline.plan_report import plan_report
     from ptq.pipeline.run import compress

@@ -27,7 +27,7 @@ from ptq.io.safetensors import OnDisk, sizes
 from ptq.numerics.lazy import Lazy
 from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, nbytes, rounded, validate
 from ptq.numerics.packing import pack_bytes, unpack_bytes
-from ptq.numerics.patterns import NM
+from ptq.numerics.patterns import NM, Unstructured
 
 TWO_OF_FOUR = NM(keep=2, of=4)
 FORMATS = {"sparse-bitmask": "unstructured", "sparse-24-bitmask": "2:4"}
@@ -140,17 +140,16 @@ def masked(parts: Mapping[str, OnDisk], shape: torch.Size) -> Masked:
     return leaf
 
 
-def unfit(leaf: Leaf, linear: bool) -> str:
-    """Why a leaf cannot be kept as bits and values; empty: it can.
+def unfit(leaf: Leaf, form: str) -> str:
+    """Why a leaf cannot be kept as bits and values, as far as it is known without its values; empty: it can.
 
-    Args:
-        leaf: in memory.
-        linear: whether it is the weight of a plain linear.
+    >>> unfit(Sparse(torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.bool), Unstructured(0.5)), "sparse-24-bitmask")
+    'it is not 2 of 4 sparse; sparse-bitmask takes it'
     """
-    if not linear:
-        return "bits and values are kept for weights of plain linears only"
     if not isinstance(leaf, Sparse):
         return "it is not sparse"
+    if form == "sparse-24-bitmask" and isinstance(leaf.pattern, Unstructured):
+        return "it is not 2 of 4 sparse; sparse-bitmask takes it"
     if isinstance(leaf.values, Quantized) and leaf.values.zero is not None:
         return "with zero points the code of a pruned weight is not 0"
     if isinstance(leaf.values, Quantized) and not _unpacked(leaf.values):

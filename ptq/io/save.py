@@ -19,19 +19,18 @@ from ptq.io.bitmask import FORMATS as BITMASKS
 from ptq.io.check import check, damage, remarks
 from ptq.io.files import naming, read_json, sync, write_json
 from ptq.io.job import Past, Report, Store, opened, refuse_changed
-from ptq.io.layouts import LAYOUTS
 from ptq.io.output import JOURNAL, RECORD, begun, check_output, conclude, locked, partial, tidy, valuable
 from ptq.io.pruned import PRUNED
 from ptq.io.quantization_config import dump
 from ptq.io.safetensors import headers
 from ptq.io.shards import SHARD_SIZE
 from ptq.io.side_files import carry_files
+from ptq.io.storable import check_format, refuse_unstorable
 from ptq.io.writer import Writer
 from ptq.models.model import Model
 from ptq.models.skeleton import checkpoint_dtype
 from ptq.numerics.leaves import compressed, rounded
 
-_FORMATS = ("dense", "frozen", *LAYOUTS, *BITMASKS)
 _TIMES = ("seconds", "peak_bytes")
 """what differs between two runs of one job, and so has no place in its result"""
 
@@ -62,6 +61,11 @@ class Blocks(Protocol[F_co]):
     @property
     def identity(self) -> Mapping[str, Any]:
         """What must be the same for an interrupted run to go on."""
+        ...
+
+    @property
+    def foreseen(self) -> Params:
+        """What will become of parameters, as far as it is known from shapes, on the meta device."""
         ...
 
     @property
@@ -144,7 +148,7 @@ def write(
     resume: bool = False,
 ) -> Generator[F_co, None, Saved]:
     """`save` for a run, one block at a time: each comes out when it is safe on disk."""
-    target = _checked(run.start, path, overwrite, format, resume)
+    target = _checked_run(run, path, overwrite, format, resume)
     identity = _identity(run, format, shard_size)
     whole = _whole(target, identity, overwrite) if resume else None
     if whole is not None:
@@ -175,7 +179,7 @@ def finished(
     Raises:
         BadInput: as `write` does before it begins.
     """
-    target = _checked(run.start, path, overwrite, format, resume)
+    target = _checked_run(run, path, overwrite, format, resume)
     directory, identity = partial(target), _identity(run, format, shard_size) if resume else {}
     if not resume or not directory.exists():
         made = _made(target, identity, overwrite) if resume else None
@@ -261,15 +265,16 @@ def _refuse_damaged(target: Path, made: Mapping[str, Any]) -> None:
         raise BadInput(f"{target}: holds {found} bytes of tensors, expected {made['nbytes']}; {again}")
 
 
-def check_format(form: str) -> None:
-    """Raises `BadInput` where no weight is written as that."""
-    if form not in ("auto", *_FORMATS):
-        raise BadInput(f"format {form!r} is not written; expected auto, {', '.join(_FORMATS)}")
-
-
 def _checked(start: Model, path: str | Path, overwrite: bool, form: str, resume: bool) -> Path:
     check_format(form)
     return check_output(path, overwrite, start.source, resume)
+
+
+def _checked_run(run: Blocks[Finished], path: str | Path, overwrite: bool, form: str, resume: bool) -> Path:
+    target = _checked(run.start, path, overwrite, form, resume)
+    if form not in ("auto", "dense"):  # which take anything
+        refuse_unstorable(run.start, run.foreseen, form)
+    return target
 
 
 def _writer(model: Model, form: str, shard_size: int, directory: Path, records: Sequence[Any]) -> Writer:

@@ -13,27 +13,27 @@ from torch import Tensor, nn
 from ptq.errors import BadInput
 from ptq.io import bitmask
 from ptq.io.activations import arguments as arguments_of, attention_maps, named_tensors, weight_maps
-from ptq.io.compressed_tensors import Stored, zeroed
+from ptq.io.compressed_tensors import Stored
 from ptq.io.contents import joined
 from ptq.io.divisors import shared
 from ptq.io.files import read_json
 from ptq.io.foreign import quantization_of, translated
 from ptq.io.frozen import frozen
-from ptq.io.layouts import LAYOUTS, arguments, default_format, described, encoded
+from ptq.io.layouts import LAYOUTS, default_format, encoded
 from ptq.io.pruned import Zeroed
 from ptq.io.quantization_config import KEYS, Args, Quantizers
 from ptq.io.records import AS_IT_IS, Record, parts
 from ptq.io.safetensors import NAMES, headers
 from ptq.io.shards import ShardWriter
+from ptq.io.storable import plain_linear, quantized, refuse_loss, unloadable
 from ptq.models.model import Model
 from ptq.models.naming import in_order, joint, names_in_files, read, written
 from ptq.models.skeleton import checkpoint_dtype, persistent_buffers
-from ptq.numerics.indexed import Indexed, simplest
+from ptq.numerics.indexed import Indexed
 from ptq.numerics.lazy import load
-from ptq.numerics.leaves import Leaf, Quantized, Sparse, Transposed, compressed, dense, finite, validate
+from ptq.numerics.leaves import Leaf, compressed, dense, finite, validate
 from ptq.numerics.maps import Map
 
-_OTHERWISE = "choose another format: auto stores each weight as it can be, dense all"
 _ZEROS = "stored dense with its zeros: it is pruned, and not quantized"
 _ORDERED = "stored dense with its quantized values: no loader of today reads columns in an order of their own"
 _UNCUT = "stored dense with its values: its parts cannot be cut or joined one by one to what the checkpoint has"
@@ -199,7 +199,7 @@ class Writer:
         made |= self._agreed(made) if stack else {file: agreed[file] for file in made if file in agreed}
         for file, leaf in made.items():
             matrix = file.endswith(".weight") and len(leaf.shape) == 2
-            linear = stack or (len(group) == 1 and _plain_linear(self._owner(name)))
+            linear = stack or (len(group) == 1 and plain_linear(self._owner(name)))
             record = self._write_leaf(file, leaf, name, matrix and linear)
             # What was rounded by other values than these, or is no longer compressed, has no use for the old scales.
             kept = group[name] is self.model.params.get(name) and (record.args or not compressed(leaf))
@@ -226,6 +226,7 @@ class Writer:
         inner = leaf.leaf if isinstance(leaf, Zeroed) else leaf
         form = inner.form if isinstance(inner, Stored) and self._form == "auto" else self._form
         leaf = load(leaf) if compressed(leaf) else leaf
+        refuse_loss(name, leaf, self._form, loadable)
         if form in bitmask.FORMATS:
             made = self._write_sparse(file, leaf, form, name, loadable)
         else:
@@ -233,22 +234,20 @@ class Writer:
         return made._replace(sparsity=bitmask.structure(leaf))
 
     def _write_sparse(self, file: str, leaf: Leaf, form: str, name: str, loadable: bool) -> Record:
-        reason = bitmask.unfit(leaf, loadable)
-        if reason and compressed(leaf) and loadable:
-            raise BadInput(f"{name}: cannot be stored as {form}: {reason}; {_OTHERWISE}")
+        reason = bitmask.unfit(leaf, form) if loadable else "bits and values are kept for plain linears only"
         if reason:
             note = f"stored dense: {reason}" if compressed(leaf) else ""
             return self._store(file, _finite(dense(leaf), name), name, note)
         return self._write_parts(file, leaf, name, *bitmask.sparse(leaf, form, name))
 
     def _write_quantized(self, file: str, leaf: Leaf, form: str | None, name: str, loadable: bool) -> Record:
-        inner = None if form == "dense" else _quantized(leaf)
+        inner = None if form == "dense" else quantized(leaf)
         if inner is None or isinstance(inner, Indexed):
             unasked = compressed(leaf) and self._form in LAYOUTS  # nothing is lost, but it is not what was asked for
             return self._store(file, _finite(dense(leaf), name), name, _ORDERED if inner else _ZEROS if unasked else "")
         codes = form if form is not None and form in LAYOUTS else default_format(inner)
-        reason = _unloadable(inner, codes, loadable)
-        if reason and (not loadable or self._form == "auto"):
+        reason = unloadable(inner, codes, loadable)
+        if reason:
             why = f"stored dense with its quantized values: {reason}"
             return self._store(file, _finite(dense(leaf), name), name, why)
         encode = frozen if form == "frozen" else bound(encoded, form=codes)
@@ -283,34 +282,10 @@ def _finite(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def _plain_linear(module: nn.Module | None) -> bool:
-    """Whether a loader may put a forward of its own in the place of the module's."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-
-
 def _ignorable(dense: Record, owner: nn.Module | None) -> bool:
     """Whether `ignore`, which names modules, keeps engines from what a class may reach; a stack is no module's."""
     matrix = len(dense.shape) == 2 and dense.file.endswith(".weight") and not dense.piece
     return matrix or len(dense.shape) < 2 or isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-
-
-def _quantized(leaf: Leaf) -> Quantized | Indexed | None:
-    """The quantized values of a leaf that has them: those of a sparse leaf with the code of 0 where it is pruned."""
-    if isinstance(leaf, Transposed):  # quantized, though no loader reads it
-        return _quantized(leaf.leaf)
-    if isinstance(leaf, Sparse):
-        return zeroed(leaf.values, leaf.mask) if isinstance(leaf.values, Quantized) else _quantized(leaf.values)
-    leaf = simplest(leaf) if isinstance(leaf, Indexed) else leaf
-    return leaf if isinstance(leaf, Quantized | Indexed) else None
-
-
-def _unloadable(leaf: Quantized, form: str, loadable: bool) -> str:
-    if not loadable and len(leaf.shape) > 2:
-        return "the model's class keeps these experts in one tensor, and loaders read compressed ones one by one only"
-    if not loadable:
-        return "loaders read compressed weights of plain linears only"
-    args = arguments(leaf, form)
-    return "" if args else f"{form} cannot hold {described(leaf)}"
 
 
 def _unused(model: Model) -> dict[str, Leaf]:

@@ -203,6 +203,11 @@ class _Sweep:
 
     def settle(self, block: slice) -> None:
         """Projects a block's columns one after the other."""
+        if self.w.is_meta:  # columns have nothing to become, and spans only the shapes of their facts
+            first = block.start + -block.start % self.span
+            for start in range(first, block.stop, self.span) if self.projection.choose else ():
+                self.decide(start)
+            return
         v, w, feedback = self.v[..., block, :], self.w[..., block, :], self.factor.feedback[..., block, block]
         values: list[Tensor] = []
         for i, (now, first) in enumerate(zip(v.unbind(-2), w.unbind(-2), strict=True)):

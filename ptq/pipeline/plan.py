@@ -168,6 +168,16 @@ def _shape_only(name: str, leaf: Leaf) -> Leaf:
     return abstract(leaf)
 
 
+def results(plan: Plan) -> Params:
+    """What is foreseen of the targets when all stages are done, on the meta device."""
+    names = {name: None for stage in plan.stages for m in stage for ws in m.sites.values() for name in ws}
+    params = _abstract(plan.model.params, names, plan.trace)
+    for member in (member for stage in plan.stages for member in stage):
+        taken = [name for names in member.sites.values() for name in names]
+        params |= foreseen(member.transform, params, taken, **extras(member, 0, "", member.links))
+    return params
+
+
 def stage_sites(members: Sequence[Member]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each site that a solve of the stage works on, with the kinds of statistic that must be measured there."""
     kinds: dict[str, dict[str, None]] = {}

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ptq.base import Stage, Transform, chain
+from ptq.base import Params, Stage, Transform, chain
 from ptq.errors import BadInput
 from ptq.io.job import Store
 from ptq.io.output import check_output
@@ -24,7 +24,7 @@ from ptq.pipeline.budget import budget
 from ptq.pipeline.identity import identity
 from ptq.pipeline.offload import Offload
 from ptq.pipeline.place import resolve
-from ptq.pipeline.plan import describe, make_plan, needs_data
+from ptq.pipeline.plan import describe, make_plan, needs_data, results
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.report import totals, versions
 from ptq.pipeline.scan import Block, Job, passes
@@ -121,6 +121,11 @@ class Run:
         done = self.progress.reports
         head = {"recipe": describe(self.job.stages), "seed": self.job.seed, "versions": versions()}
         return {**head, "blocks": list(done), "totals": totals(done, self.progress.seconds)}
+
+    @property
+    def foreseen(self) -> Params:
+        """What will become of the targets, as far as their shapes tell, on the meta device."""
+        return results(self.plan)
 
     @property
     def identity(self) -> dict[str, Any]:
