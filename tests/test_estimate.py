@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from conftest import llama_config, stock
+from ptq._tree import tensors
 from ptq.base import chain, targets
 from ptq.io.hub import open_model
 from ptq.io.output import WORK
@@ -20,11 +21,13 @@ from ptq.io.safetensors import OnDisk, headers
 from ptq.io.save import save, write
 from ptq.models.model import Model
 from ptq.models.skeleton import from_module
+from ptq.numerics.leaves import nbytes
 from ptq.numerics.patterns import NM
 from ptq.numerics.schemes import scheme
-from ptq.pipeline import run as running
+from ptq.pipeline import activations, blocks, run as running
 from ptq.pipeline.estimate import estimate
 from ptq.pipeline.estimates import BlockEstimate, Estimate, Seconds
+from ptq.pipeline.offload import Offload
 from ptq.pipeline.place import Place
 from ptq.pipeline.plan import Plan
 from ptq.pipeline.plan_report import plan_report
@@ -175,6 +178,26 @@ def test_what_does_not_fit_is_measured_in_two_forwards_or_offloaded(
     assert [a.parked for a in parked] == ["memory", "two forwards", "offload"]
     assert parked[0].held > parked[1].held > parked[2].held == 0
     assert parked[2].spilled == parked[0].held
+
+
+def test_statistics_that_would_not_fit_are_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a block that is seen at once: the plan tells what a run then puts away of each block."""
+    monkeypatch.setattr(blocks, "budget", lambda _: 700)  # two sites of a block have room, the third and fourth none
+    monkeypatch.setattr(activations, "budget", lambda _: 700)
+    kept: dict[str, int] = {}
+    keep = Offload.keep
+
+    def counted(self: Offload, tree: Any) -> Any:
+        kept.update({site: sum(map(nbytes, tensors(of))) for site, of in tree.items()})
+        return keep(self, tree)
+
+    monkeypatch.setattr(Offload, "keep", counted)
+    work = planned(llama(), torch.randint(300, (4, 16)), wanda(NM(2, 4)), batch_size=2, offload=tmp_path)
+    found = {b.name: b.activations.statistics for b in estimated(work).blocks}
+    assert not kept
+    _ = work.model
+    for name in ("model.layers.0", "model.layers.1"):
+        assert found[name] == sum(size for site, size in kept.items() if site.startswith(f"{name}.")) > 0
 
 
 # Seconds, with trials that take what they are told

@@ -96,7 +96,8 @@ def _cost_line(block: Block) -> tuple[Row]:
     held = parked["held"] + parked["running"]
     sizes = (block["read"], block["computed"], block["stored"], held, block["working"])
     where: str = "-" if parked["parked"] == "nothing" else parked["parked"]
-    where += f", {amount(parked['spilled'])}" if parked["spilled"] else ""
+    away = parked["spilled"] + parked["statistics"]
+    where += f", {amount(away)}" if away else ""
     return ((where, *map(amount, sizes), f"{block['seconds']['total']:.2f}"),)
 
 

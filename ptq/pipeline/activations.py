@@ -1,15 +1,17 @@
-"""What all micro-batches hold while they are parked in a block, and where."""
+"""What all micro-batches hold while they are parked in a block, and where; and statistics that go there too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from ptq.models.probe import Segment
-from ptq.pipeline.budget import parked_bytes
+from ptq.pipeline.budget import budget, parked_bytes
 from ptq.pipeline.scan import Job
 from ptq.pipeline.tasks import Task
 from ptq.pipeline.trial_forward import Passage, local
+from ptq.pipeline.trial_solve import statistics_bytes
 
 Parked = Literal["nothing", "memory", "offload", "two forwards"]
 
@@ -25,6 +27,8 @@ class Activations(NamedTuple):
     """at the offload place"""
     running: int = 0
     """what a forward needs beside; one runs at a time"""
+    statistics: int = 0
+    """at the offload place too: of a block that must be seen at once, what would not fit"""
 
 
 def activations(
@@ -46,8 +50,15 @@ def activations(
     held = passage.entered if parked == "two forwards" else max(at_sites, default=passage.entered)
     total = round(held * sum(shares))
     if parked == "offload":
-        return Activations(parked, 0, total, round(passage.peak * max(shares)))
+        return Activations(parked, 0, total, round(passage.peak * max(shares)), _overflow(job, found))
     return Activations(parked, total, 0, round((passage.peak - held) * max(shares)))
+
+
+def _overflow(job: Job, found: Sequence[Task]) -> int:
+    """Statistics fill the room that there is for them one after the other; those that come then are put away."""
+    sizes = [size for task in found if task.whole for size in statistics_bytes(job.plan, task)]
+    room = budget(job.place.device)
+    return sum(size for size, held in zip(sizes, accumulate(sizes), strict=True) if held > room)
 
 
 def _needed(job: Job, segment: Segment, passage: Passage, total: float) -> int:

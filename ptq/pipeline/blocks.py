@@ -206,11 +206,16 @@ class BlockRunner:
         return notes
 
     def _observed(self, segment: Segment, arrived: Arrived, kinds: Mapping[str, Sequence[str]]) -> Stats:
-        """Statistics of a parked block on its present weights; where they would not fit, one of them is in memory."""
+        """Statistics of a parked block on its present weights; those that do not fit beside the others are put away."""
+        away: set[str] = set()
 
         def keep(one: Stats) -> Stats:
-            held = sum(map(nbytes, tensors({**watch.stats, **one})))
-            return one if self.offload is None or held <= budget(self.weights.place.device) else self.offload.keep(one)
+            if self.offload is None:
+                return one
+            here = {site: of for site, of in {**watch.stats, **one}.items() if site not in away}
+            if sum(map(nbytes, tensors(here))) > budget(self.weights.place.device):
+                away.update(one)
+            return self.offload.keep(one) if away.issuperset(one) else one
 
         watch = Observer(self.weights, kinds, keep=keep)
         for i, (args, kwargs) in arrived.items():

@@ -148,7 +148,7 @@ class _Estimator:
             0 if visit.last else round(sum(c.solved for c in costs)) + self._changed(visit, plain),
             self._weights(visit, plain),
             parked,
-            round(sum(c.solved for c in costs)) + max(rooms, default=0),
+            round(sum(c.solved for c in costs)) + max(rooms, default=0) - parked.statistics,
             self._seconds(visit, costs, parked, sum(plain.values()), sum(solved.values(), 0.0)),
         )
 

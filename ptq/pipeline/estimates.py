@@ -86,7 +86,7 @@ class Estimate(NamedTuple):
     @property
     def spilled(self) -> int:
         """The most bytes at the offload place at any time."""
-        return max((b.activations.spilled for b in self.blocks), default=0)
+        return max((b.activations.spilled + b.activations.statistics for b in self.blocks), default=0)
 
     @property
     def fits(self) -> bool:

@@ -71,6 +71,12 @@ def cost(plan: Plan, task: Task, place: Place, rows: int, writer: Writer) -> Cos
     )
 
 
+def statistics_bytes(plan: Plan, task: Task) -> list[int]:
+    """Bytes of what is measured for each of its sites, in the order in which they are met."""
+    trial = _Trial(plan, task, Place(torch.device("meta"), None), 1)
+    return [sum(map(nbytes, tensors(trial.measured(site, x)))) for site, x in trial.inputs(1).items()]
+
+
 def full_size(at: Mapping[int, float], low: int, high: int) -> float:
     """The value at full size of `a / k^low + b / k^high`, a and b from 0, where it is known at one or two factors k.
 
