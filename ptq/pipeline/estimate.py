@@ -43,7 +43,6 @@ def estimate(job: Job, out: str | Path | None = None, form: str = "auto") -> Est
         out: where the result will be: that disk is tried. Default: the system's place for temporary files.
         form: what weights will be stored as, as `ptq.save` takes it.
     """
-    resident, limit = resident_bytes(job.place.device) + _stacks(job), memory_limit(job.place.device)
     with (
         tempfile.TemporaryDirectory(dir=_existing(out), prefix="ptq-trial-") as scratch,
         ThreadPoolExecutor(1) as thread,
@@ -51,6 +50,8 @@ def estimate(job: Job, out: str | Path | None = None, form: str = "auto") -> Est
         free = shutil.disk_usage(scratch).free
         # In a thread, as a run does: OpenMP waits in another way where several threads compute.
         blocks = thread.submit(_tried, job, form, Path(scratch)).result()
+    # After the trials, since what torch sets up at its first forward and solve stays.
+    resident, limit = resident_bytes(job.place.device) + _stacks(job), memory_limit(job.place.device)
     return Estimate(blocks, resident, limit, free, job.offload.free if job.offload else 0)
 
 
