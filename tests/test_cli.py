@@ -571,6 +571,37 @@ def test_resume_is_spoken_of_where_there_is_one(command: str) -> None:
     assert ("--resume" in done.stderr) == command.endswith("rtn-w4a16")
 
 
+BUSY = """
+import signal, sys, torch
+from ptq.cli import main
+
+def run(args):
+    torch.set_num_threads(1)
+    a = torch.ones(5000, 5000)
+    print("busy", flush=True)
+    while True:
+        a = a @ a
+
+main._COMMANDS[sys.argv[1]].run = run
+main.main(sys.argv[1:])
+"""
+
+
+def test_a_second_signal_ends_one_long_product() -> None:
+    """No handler of Python's runs inside one, so the first signal is not even seen when the second comes."""
+    args = [sys.executable, "-c", BUSY, "compress", "m", "o", "--recipe", "rtn-w4a16"]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "busy\n"
+        for wait in (0.3, 0.1):
+            time.sleep(wait)
+            process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130
+    assert said == "ptq: ended at once; where blocks were finished, the same command with --resume goes on from there\n"
+
+
 def test_a_closed_pipe_is_no_traceback() -> None:
     with spawned("recipes") as process:
         assert process.stdout is not None

@@ -11,10 +11,12 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial as bound
+from itertools import islice
 from types import FrameType
 from typing import NoReturn
 
@@ -34,6 +36,9 @@ _COMMANDS = {
 
 _NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "can't start new thread")
 _LESS = "fewer --samples, a smaller --batch-size or, where there is one, --offload DIRECTORY take less"
+
+
+_ending = threading.Lock()
 
 
 class Terminated(BaseException):
@@ -116,11 +121,25 @@ def _signals_raise(resumable: bool) -> Generator[None]:
     Nothing is lost by that where a command is resumable: what is finished is on disk.
     """
     before = {number: signal.signal(number, bound(_raise, resumable)) for number in (signal.SIGINT, signal.SIGTERM)}
+    arrived, tells = os.pipe()
+    os.set_blocking(tells, False)
+    told = signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(arrived, resumable), daemon=True).start()
     try:
         yield
     finally:
+        signal.set_wakeup_fd(told)
+        os.close(tells)  # which ends the thread
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _watch(arrived: int, resumable: bool) -> None:
+    """Ends all at the second signal, also while the main thread is in one long product, where no handler runs."""
+    with os.fdopen(arrived, "rb", buffering=0) as told:
+        ends = (n[0] for n in iter(lambda: told.read(1), b"") if n[0] in (signal.SIGINT, signal.SIGTERM))
+        for number in islice(ends, 1, None):
+            _end(resumable, number)
 
 
 def _raise(resumable: bool, number: int, frame: FrameType | None) -> NoReturn:
@@ -129,7 +148,8 @@ def _raise(resumable: bool, number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
-def _end(resumable: bool, number: int, frame: FrameType | None) -> NoReturn:
+def _end(resumable: bool, number: int, frame: FrameType | None = None) -> NoReturn:
+    _ending.acquire()  # for good: the handler and the thread may both come here
     on = b"; where blocks were finished, the same command with --resume goes on from there" if resumable else b""
     os.write(2, b"ptq: ended at once" + on + b"\n")
     os._exit(128 + number)

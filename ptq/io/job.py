@@ -213,7 +213,8 @@ def opened(
             if identity is not None and valuable(directory):
                 count = max(job.blocks, 1)  # a signal may come between the line and the count
                 blocks = f"{count} finished block{'s' if count > 1 else ''}"
-                error.add_note(f"{blocks} kept in {directory}; the same command with --resume goes on from there")
+                how = "once that is as it was, the same command" if isinstance(error, BadInput) else "the same command"
+                error.add_note(f"{blocks} kept in {directory}; {how} with --resume goes on from there")
             else:
                 _remove([directory, *made])
             raise

@@ -54,9 +54,9 @@ def check_output(
     finished = resume and not left and (target / RECORD).is_file()
     if target.is_dir() and any(target.iterdir()) and not finished:
         _check_replaceable(target, overwrite, None if source is None else Path(source).expanduser())
-    if left and not resume:
+    if left:
         os.close(locked(partial(target)))  # another run at work is refused by that name
-        if valuable(partial(target)):
+        if not resume and valuable(partial(target)):
             raise BadInput(f"{partial(target)}: left by a run that was interrupted; resume it, or remove it")
     return target
 

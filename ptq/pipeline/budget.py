@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from ptq.pipeline.report import peak_bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc/self")
+_MEMORY = Path("/proc/meminfo")
 
 
 def budget(device: torch.device) -> int:
@@ -74,6 +76,12 @@ def resident_bytes(device: torch.device) -> int:
         return torch.cuda.memory_reserved(device)
     pages = _text(_PROCESS / "statm").split()
     return int(pages[5 if limits_private(device) else 1]) * os.sysconf("SC_PAGE_SIZE") if pages else peak_bytes()
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that no process uses now; as far as the system tells."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _text(_MEMORY))
+    return int(found[1]) * 1024 if found and device.type != "cuda" else sys.maxsize
 
 
 def parked_bytes(segment: Segment, tokens: int, hidden: int, params: Params, itemsize: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from ptq.numerics.lazy import Lazy
 from ptq.numerics.leaves import compressed, nbytes
 from ptq.pipeline.activations import Activations, activations
 from ptq.pipeline.batches import few_tokens
-from ptq.pipeline.budget import limits_private, memory_limit, resident_bytes
+from ptq.pipeline.budget import available_bytes, limits_private, memory_limit, resident_bytes
 from ptq.pipeline.estimates import BlockEstimate, Estimate, Seconds
 from ptq.pipeline.plan import Member, needs_data
 from ptq.pipeline.scan import Job, workers
@@ -43,16 +44,24 @@ def estimate(job: Job, out: str | Path | None = None, form: str = "auto") -> Est
         out: where the result will be: that disk is tried. Default: the system's place for temporary files.
         form: what weights will be stored as, as `ptq.save` takes it.
     """
-    with (
-        tempfile.TemporaryDirectory(dir=_existing(out), prefix="ptq-trial-") as scratch,
-        ThreadPoolExecutor(1) as thread,
-    ):
-        free = shutil.disk_usage(scratch).free
-        # In a thread, as a run does: OpenMP waits in another way where several threads compute.
-        blocks = thread.submit(_tried, job, form, Path(scratch)).result()
+    disk, device = _existing(out), job.place.device
+    free = shutil.disk_usage(disk or tempfile.gettempdir()).free
+    try:
+        blocks = _blocks(job, form, disk)
+    except OSError as error:
+        if disk is None or error.errno != errno.ENOSPC:
+            raise
+        blocks = _blocks(job, form, None)  # a disk with no room for trials is told, with the speed of another one
     # After the trials, since what torch sets up at its first forward and solve stays.
-    resident, limit = resident_bytes(job.place.device) + _stacks(job), memory_limit(job.place.device)
+    resident = resident_bytes(device) + _stacks(job)
+    limit = min(memory_limit(device), resident + available_bytes(device))
     return Estimate(blocks, resident, limit, free, job.offload.free if job.offload else 0)
+
+
+def _blocks(job: Job, form: str, disk: Path | None) -> tuple[BlockEstimate, ...]:
+    """Tried in a thread, as a run does it: OpenMP waits in another way where several threads compute."""
+    with tempfile.TemporaryDirectory(dir=disk, prefix="ptq-trial-") as scratch, ThreadPoolExecutor(1) as thread:
+        return thread.submit(_tried, job, form, Path(scratch)).result()
 
 
 def _stacks(job: Job) -> int:

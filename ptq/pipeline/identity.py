@@ -61,7 +61,8 @@ def identity(
 def _data(batches: Sequence[Batch]) -> dict[str, Any]:
     inputs = [(batch.args, batch.kwargs) for batch in batches]
     shapes = Counter(str(list(t.shape)) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
-    return {"micro-batches": len(batches), "tensors": dict(shapes), "content": digest(inputs)}
+    shown = ", ".join(f"{count} of {shape}" for shape, count in shapes.items())
+    return {"micro-batches": len(batches), "tensors": shown, "content": digest(inputs)}
 
 
 def _model(model: Model) -> dict[str, Any]:
