@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +27,7 @@ from ptq.models.skeleton import from_module
 from ptq.numerics.leaves import nbytes
 from ptq.numerics.patterns import NM
 from ptq.numerics.schemes import scheme
-from ptq.pipeline import activations, blocks, run as running
+from ptq.pipeline import activations, blocks, estimate as estimating, run as running
 from ptq.pipeline.estimate import estimate
 from ptq.pipeline.estimates import BlockEstimate, Estimate, Seconds
 from ptq.pipeline.offload import Offload
@@ -200,6 +203,34 @@ def test_statistics_that_would_not_fit_are_in_the_plan(tmp_path: Path, monkeypat
         assert found[name] == sum(size for site, size in kept.items() if site.startswith(f"{name}.")) > 0
 
 
+def test_a_disk_without_room_for_trials_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trials move to another disk; any other error is not hidden."""
+    tried: list[Path | None] = []
+    real = estimating._blocks
+
+    def blocks(job: Any, form: str, disk: Path | None) -> Any:
+        tried.append(disk)
+        if disk is not None:
+            raise OSError(code, os.strerror(code))
+        return real(job, form, disk)
+
+    monkeypatch.setattr(estimating, "_blocks", blocks)
+    monkeypatch.setattr(estimating.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    run, code = planned(llama(), None, rtn(W4)), errno.ENOSPC
+    found = estimated(run, tmp_path / "out")
+    assert (tried, found.free, found.fits) == ([tmp_path, None], 1, False)
+    code = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(code)):
+        estimated(run, tmp_path / "out")
+
+
+def test_memory_that_others_use_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimating, "available_bytes", lambda device: 5)
+    found = estimated(planned(llama(), None, rtn(W4)))
+    assert found.limit == found.resident + 5
+    assert not found.fits
+
+
 # Seconds, with trials that take what they are told
 
 
@@ -289,6 +320,7 @@ HOLLOW = """
 import json, resource, sys, time
 import torch
 from pathlib import Path
+from types import SimpleNamespace
 import ptq
 from ptq.io.safetensors import OnDisk
 from ptq.pipeline.estimate import estimate

@@ -31,7 +31,7 @@ from ptq.numerics import obs
 from ptq.numerics.patterns import NM
 from ptq.numerics.schemes import scheme
 from ptq.numerics.stats import Gram
-from ptq.pipeline import run as running
+from ptq.pipeline import identity as identities, run as running
 from ptq.pipeline.run import Run, compress
 from ptq.transforms.fold import fold_norms
 from ptq.transforms.gptq import gptq
@@ -310,14 +310,47 @@ def test_the_same_source_may_lie_elsewhere(how: str, interrupted: Path, ids: tor
         assert contents(save(run, tmp_path / "out", resume=True).path) == contents(whole)
 
 
-def test_another_source_is_refused(interrupted: Path, ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("where", ["in place", "elsewhere"])
+def test_another_source_is_refused(where: str, interrupted: Path, ids: torch.Tensor, tmp_path: Path) -> None:
     source = interrupted.with_name("model")
+    if where == "elsewhere":
+        source = source.rename(tmp_path / "elsewhere")
     weights = source / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     run = compress(open_model(source), [ids], gptq(W4), batch_size=2)
-    with pytest.raises(BadInput, match="another model"):
+    with pytest.raises(BadInput, match=r"another model: files model\.safetensors \d+ bytes"):
+        save(run, interrupted.with_name("out"), resume=True)
+
+
+def test_what_no_sample_shows_its_time_does(
+    interrupted: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identities, "_sample", lambda file: "alike")
+    source, out = interrupted.with_name("model"), interrupted.with_name("out")
+    shutil.rmtree(interrupted)
+    ended = compress(open_model(source), [ids], gptq(W4), batch_size=2, out=out)
+    next(ended), next(ended)
+    ended.close()
+    weights = source / "model.safetensors"
+    os.utime(weights, (0, 0))
+    with pytest.raises(BadInput, match=f"another file: {weights} 20.*, now 1970-01-01 00:00:00"):
+        save(compress(open_model(source), [ids], gptq(W4), batch_size=2), out, resume=True)
+
+
+def test_a_file_in_the_way_is_told(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(BadInput, match=r"out\.partial: is in the way; remove it"):
+            save(compress(open_model(tiny_llama), None, rtn(W4)), tmp_path / "out", resume=resume)
+    assert (tmp_path / "out.partial").read_text() == "mine"
+
+
+def test_another_number_of_samples_is_told(interrupted: Path) -> None:
+    """Whatever it does to the micro-batches."""
+    run = compress(open_model(interrupted.with_name("model")), [IDS[:5]], gptq(W4), batch_size=2)
+    with pytest.raises(BadInput, match=r"another data: tensors 3 of \[2, 24\], now 2 of \[2, 24\], 1 of \[1, 24\]"):
         save(run, interrupted.with_name("out"), resume=True)
 
 

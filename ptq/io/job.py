@@ -36,6 +36,8 @@ from ptq.numerics.leaves import nbytes
 
 Identity = Mapping[str, Any]
 """what must be the same for a job to go on, as JSON"""
+FILES = "file"
+"""the part of an identity that says when each file of the model was written, by its path"""
 Report = dict[str, Any]
 
 
@@ -256,11 +258,17 @@ def refuse_changed(old: Any, new: Identity | None, where: Path) -> None:
     asked = json.loads(json.dumps(new))
     if not isinstance(old, dict) or asked is None:
         raise BadInput(f"{where}: was not made by a run that can be resumed; remove it")
+    old, asked = _in_common(old, asked), _in_common(asked, old)
     way = list(_change(old, asked))
     if way:
         was, now = (_shown(reduce(_inside, way, table)) for table in (old, asked))
         what = f"{way[0]}: {' '.join((*way[1:], was))}"
         raise BadInput(f"{where}: was begun with another {what}, now {now}; pass the same, or remove it")
+
+
+def _in_common(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Files have times of change that can be compared only where both jobs read them from one place."""
+    return {**one, FILES: {file: at for file, at in one.get(FILES, {}).items() if file in other.get(FILES, {})}}
 
 
 def _change(old: Any, new: Any) -> Iterator[str]:

@@ -54,9 +54,11 @@ def check_output(
     finished = resume and not left and (target / RECORD).is_file()
     if target.is_dir() and any(target.iterdir()) and not finished:
         _check_replaceable(target, overwrite, None if source is None else Path(source).expanduser())
-    if left:
+    if left and not partial(target).is_dir():
+        raise BadInput(f"{partial(target)}: is in the way; remove it")
+    if left and not resume:
         os.close(locked(partial(target)))  # another run at work is refused by that name
-        if not resume and valuable(partial(target)):
+        if valuable(partial(target)):
             raise BadInput(f"{partial(target)}: left by a run that was interrupted; resume it, or remove it")
     return target
 

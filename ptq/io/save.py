@@ -18,7 +18,7 @@ from ptq.errors import BadInput
 from ptq.io.bitmask import FORMATS as BITMASKS
 from ptq.io.check import check, damage, remarks
 from ptq.io.files import naming, read_json, sync, write_json
-from ptq.io.job import Past, Report, Store, opened, refuse_changed
+from ptq.io.job import FILES, Past, Report, Store, opened, refuse_changed
 from ptq.io.output import JOURNAL, RECORD, begun, check_output, conclude, locked, partial, tidy, valuable
 from ptq.io.pruned import PRUNED
 from ptq.io.quantization_config import dump
@@ -161,7 +161,8 @@ def write(
             yield from blocks
         finally:
             run.end()
-        made = {"identity": identity, "report": _lasting(run.report)}
+        lasting = {part: what for part, what in identity.items() if part != FILES}  # a result is that of any copy
+        made = {"identity": lasting, "report": _lasting(run.report)}
         job.finish(bound(_complete, run.start, made))
         return Saved(target, job.writer.nbytes, job.writer.notes)
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ptq._tree import tensors
 from ptq.base import Stage
+from ptq.io.job import FILES
 from ptq.models.model import Model
 from ptq.numerics.lazy import Decoded, Lazy
 from ptq.numerics.leaves import Leaf
@@ -34,8 +36,8 @@ def identity(
     """Recipe, data, model, seed and versions, as JSON: words where a person can compare them, hashes where not.
 
     Args:
-        model: the source, wherever it lies. Of files, names, sizes and a sample of the bytes count, and what the
-            config says; of tensors in memory, every byte.
+        model: the source, wherever it lies. Of files, names, sizes and a sample of the bytes count, the time of change
+            where they lie in the same place, and what the config says; of tensors in memory, every byte.
         batches: every byte counts, and how they are cut.
         stages: their code and all that it closes over.
         shown: the recipe in words.
@@ -49,6 +51,7 @@ def identity(
         },
         "data": _data(batches),
         "model": _model(model),
+        FILES: {str(file): str(datetime.fromtimestamp(file.stat().st_mtime, UTC)) for file in _files(model)},
         "seed": seed,
         "device": place.device.type,
         "compute dtype": str(place.dtype),
@@ -70,7 +73,7 @@ def _model(model: Model) -> dict[str, Any]:
     return {
         "class": type(model.module).__name__,
         "config": {key: value for key, value in config.items() if key != "_name_or_path"},
-        "files": {} if model.source is None else _files(model),
+        "files": {file.name: f"{file.stat().st_size} bytes, {_sample(file)}" for file in _files(model)},
         "parameters": digest([(name, type(leaf).__name__, _held(leaf)) for name, leaf in model.params.items()]),
         "buffers": digest(list(model.module.named_buffers())),
         "code": digest([model.state.maps, repr(model.module)]),
@@ -83,10 +86,11 @@ def _held(leaf: Leaf) -> Iterable[Tensor]:
     return () if isinstance(held, Lazy) else list(tensors(held))
 
 
-def _files(model: Model) -> dict[str, str]:
-    source = model.source or Path()
-    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
-    return {file.name: f"{file.stat().st_size} bytes, {_sample(file)}" for file in files}
+def _files(model: Model) -> list[Path]:
+    if model.source is None:
+        return []
+    source = model.source.resolve()
+    return sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
 
 
 def _sample(file: Path) -> str:
