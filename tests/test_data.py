@@ -212,3 +212,8 @@ def test_lines_that_no_tokenizer_takes_are_named(line: str, message: str, tmp_pa
 def test_the_largest_id_of_64_bits_is_read(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"input_ids": [(1 << 63) - 1]})
     assert tokens(str(path), None, 1, 1).tolist() == [[(1 << 63) - 1]]
+
+
+def test_more_windows_than_can_be_counted() -> None:
+    with pytest.raises(BadInput, match="too little text"):
+        tokens("builtin", Letters(), samples=10**20, seq_len=8)

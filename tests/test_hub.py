@@ -385,6 +385,14 @@ def test_values_without_a_scale_are_refused_by_name(copied: Path, dtype: torch.d
         open_model(rewritten(copied, lambda t: t.update({name: t[name].to(dtype)})))
 
 
+@pytest.mark.parametrize("layers", [10**9, 0, -1])
+def test_layers_that_no_tensors_are_there_for(layers: int, copied: Path) -> None:
+    file = copied / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": layers}))
+    with pytest.raises(BadInput, match=rf"config\.json: num_hidden_layers: got {layers}, expected 1 to 21, since"):
+        open_model(copied)
+
+
 def test_a_tokenizer_config_that_is_a_list(copied: Path) -> None:
     (copied / "tokenizer_config.json").write_text("[]")
     with pytest.raises(BadInput, match=r"tokenizer_config\.json: holds list"):

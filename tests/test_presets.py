@@ -101,6 +101,7 @@ def test_names_are_in_any_case() -> None:
         ("sparsegpt-100", "ratio 1.0"),
         ("wanda-0of4", "keep=0 of=4"),
         ("gptq-w4a16-g0", "group_size 0"),
+        ("rtn-fp8a16-b0", "block"),
         ("mine.yaml", "recipe files are not read by this version"),
     ],
 )

@@ -85,6 +85,7 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
         what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
         raise BadInput(f"{where}: {what}")
     source = source_of(where)
+    _refuse_layers(where, len(source.entries))
     skeleton: Any = skeleton_of(where, trust_remote_code, checkpoint_dtype(source.entries.values()))
     found = contents(where, source, skeleton)
     reading = found.reading
@@ -108,6 +109,18 @@ def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype
         vars(config).pop(key, None)
     with foreign(where / "config.json"):
         return from_config(_model_class(config, where, trust_remote_code), config, dtype)
+
+
+def _refuse_layers(where: Path, tensors: int) -> None:
+    """A damaged number would build modules for hours, or leave out the blocks of a model."""
+    config = read_json(where / "config.json")
+    for table in (config, *(value for value in config.values() if isinstance(value, dict))):
+        layers = table.get("num_hidden_layers", 1)
+        if isinstance(layers, int) and not 0 < layers <= max(tensors, 1):
+            raise BadInput(
+                f"{where / 'config.json'}: num_hidden_layers: got {layers}, expected 1 to {tensors}, since there are "
+                f"{tensors} tensors; download it again"
+            )
 
 
 def _tell_orders(skeleton: nn.Module, reading: Reading, source: Source, config: Config, where: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import chain, islice
@@ -48,7 +49,7 @@ def tokens(source: str | Path, tokenizer: Any, samples: int, seq_len: int) -> In
     if samples < 1 or seq_len < 1:
         raise BadInput(f"{source}: got {samples} samples of {seq_len} tokens, expected at least 1 of 1")
     need = samples * seq_len
-    ids = list(islice(_ids(str(source), getattr(tokenizer, "tokenizer", tokenizer), need), need))
+    ids = list(islice(_ids(str(source), getattr(tokenizer, "tokenizer", tokenizer), need), min(need, sys.maxsize)))
     if len(ids) < need:
         raise BadInput(
             f"{source}: too little text: {len(ids)} tokens are {len(ids) // seq_len} windows of {seq_len}, got "

@@ -99,7 +99,8 @@ def _pattern(match: re.Match[str]) -> Pattern:
 
 def _scheme(match: re.Match[str]) -> Scheme:
     name = "FP8A16" if match["format"].startswith("fp8") else match["format"]
-    if size := int(match["block"] or 0):
+    if match["block"]:
+        size = int(match["block"])
         return make_scheme(name, block=(size, size))
     fixed = name.startswith(("nvfp4", "mxfp")) and not match["group"]
     return make_scheme(name, group_size=None if fixed else int(match["group"] or -1))
