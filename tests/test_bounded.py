@@ -14,14 +14,15 @@ from conftest import VOCABULARY, llama_config, stock
 
 WIDTH = 512
 MIB = 2**20
-ROOM = 112 * MIB
+ROOM = 136 * MIB
 # The kernel keeps the record, so that no peak falls between two looks.
 CHILD = r"""
-import re, resource, sys
+import re, resource, sys, threading
 from pathlib import Path
 import ptq.cli.heap
 
 ptq.cli.heap.one_heap = lambda: None  # which would keep what is freed in small pieces
+threading.stack_size(2**20)  # the limit counts stacks as they are reserved, eight times this, and not as they are used
 import ptq.io.hub, ptq.pipeline.run, transformers.models.llama.modeling_llama
 from ptq.cli.main import main
 
@@ -45,7 +46,8 @@ def peak(model: Path, out: Path, *args: object) -> int:
     command = [sys.executable, "-c", CHILD, ROOM, "compress", model, out, "--device", "cpu", *args]
     # Freed tensors go back to the system at once, so that the peak is what was held and not how the heap was cut up.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1])
 
 
@@ -57,9 +59,9 @@ def test_peak_memory_does_not_grow_with_the_number_of_blocks(tmp_path: Path, rec
     ids.write_text(json.dumps({"input_ids": [i * 7 % VOCABULARY for i in range(4 * 32)]}) + "\n")
     data = ("--recipe", recipe, "--data", ids, "--samples", 4, "--seq-len", 32)
     peaks = []
-    for blocks in (8, 16):
+    for blocks in (8, 20):
         llama(tmp_path / f"{blocks}", blocks)
         peaks.append(peak(tmp_path / f"{blocks}", tmp_path / f"out{blocks}", *data))
-    # Eight blocks are 80 MiB of weights and 20 MiB of codes; what is held of each anyway are names and empty modules.
+    # Twelve blocks are 120 MiB of weights and 30 MiB of codes; what is held of each anyway are names and empty modules.
     assert abs(peaks[1] - peaks[0]) < 5 * MIB, peaks
-    assert sum(file.stat().st_size for file in (tmp_path / "16").glob("*.safetensors")) > 1.3 * ROOM
+    assert sum(file.stat().st_size for file in (tmp_path / "20").glob("*.safetensors")) > 1.3 * ROOM
