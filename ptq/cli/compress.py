@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptq.cli.options import add_data, add_format, add_model, add_overwrite, add_place
+from ptq.cli.process import importing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,18 +34,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Opens, calibrates, compresses, writes block by block, and shows what was done; or only what would be."""
-    from ptq.cli.plan_tables import show_plan
-    from ptq.cli.tables import show_report
-    from ptq.cli.work import measures, refuse_unwritable, windows, write
-    from ptq.errors import BadInput
-    from ptq.io.hub import open_model
-    from ptq.io.output import check_output
-    from ptq.io.save import finished
-    from ptq.io.storable import check_format
-    from ptq.pipeline.estimate import estimate
-    from ptq.pipeline.plan_report import plan_report
-    from ptq.pipeline.run import compress
-    from ptq.recipes.presets import recipe
+    with importing():
+        from ptq.cli.plan_tables import show_plan
+        from ptq.cli.tables import show_report
+        from ptq.cli.work import measures, refuse_unwritable, windows, write
+        from ptq.errors import BadInput
+        from ptq.io.hub import open_model
+        from ptq.io.output import check_output
+        from ptq.io.save import finished
+        from ptq.io.storable import check_format
+        from ptq.pipeline.estimate import estimate
+        from ptq.pipeline.plan_report import plan_report
+        from ptq.pipeline.run import compress
+        from ptq.recipes.presets import recipe
 
     stages = recipe(args.recipe)
     check_format(args.format)

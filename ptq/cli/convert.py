@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ptq.cli.options import add_format, add_model, add_overwrite
+from ptq.cli.process import importing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +18,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Reads and writes one tensor at a time."""
-    from ptq.io.hub import open_model
-    from ptq.io.output import check_output
-    from ptq.io.save import save
+    with importing():
+        from ptq.io.hub import open_model
+        from ptq.io.output import check_output
+        from ptq.io.save import save
 
     check_output(args.out, args.overwrite, args.model)
     saved = save(open_model(args.model, args.trust_remote_code), args.out, args.overwrite, args.format)

@@ -6,6 +6,8 @@ import argparse
 import json
 import time
 
+from ptq.cli.process import importing
+
 RECIPE = "gptq-w4a16-g64"
 
 
@@ -16,15 +18,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the report, and one line of JSON: perplexity before and after, bits per weight, seconds, where it is."""
-    from ptq.cli.tables import show_report
-    from ptq.cli.work import write
-    from ptq.io.demo import cache_directory
-    from ptq.io.hub import load, open_model
-    from ptq.io.output import check_output
-    from ptq.pipeline.data import tokens
-    from ptq.pipeline.evaluate import perplexity
-    from ptq.pipeline.run import compress
-    from ptq.recipes.presets import recipe
+    with importing():
+        from ptq.cli.tables import show_report
+        from ptq.cli.work import write
+        from ptq.io.demo import cache_directory
+        from ptq.io.hub import load, open_model
+        from ptq.io.output import check_output
+        from ptq.pipeline.data import tokens
+        from ptq.pipeline.evaluate import perplexity
+        from ptq.pipeline.run import compress
+        from ptq.recipes.presets import recipe
 
     # The default place is ours, so an earlier demo may go; a place that was named is never overwritten.
     out, overwrite = (args.out, False) if args.out else (cache_directory() / f"demo-{RECIPE}", True)

@@ -6,6 +6,7 @@ import argparse
 import json
 
 from ptq.cli.options import add_data, add_model, add_place, notices
+from ptq.cli.process import importing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +18,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints one line of JSON: perplexity, and the tokens it was measured on."""
-    from ptq.cli.work import windows
-    from ptq.io.hub import open_model
-    from ptq.pipeline.evaluate import perplexity
+    with importing():
+        from ptq.cli.work import windows
+        from ptq.io.hub import open_model
+        from ptq.pipeline.evaluate import perplexity
 
     model = open_model(args.model, args.trust_remote_code)
     ids = windows(model, args)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ptq.cli.options import add_model, notices, positive
+from ptq.cli.process import importing
 
 if TYPE_CHECKING:
     from ptq.io.survey import Finding
@@ -33,9 +34,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     """A line for each finding, and one that sums up; 1 where there are errors."""
-    from ptq.io.check import check
-    from ptq.io.hub import directory_of, skeleton_of
-    from ptq.io.survey import ERROR
+    with importing():
+        from ptq.io.check import check
+        from ptq.io.hub import directory_of, skeleton_of
+        from ptq.io.survey import ERROR
 
     where = directory_of(args.model)
     found = check(where, args.tp or 1, skeleton_of(where, args.trust_remote_code))
@@ -54,8 +56,9 @@ def _summary(errors: int, found: Sequence[Finding]) -> str:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from ptq.cli.tables import show_tensors
-    from ptq.io.hub import open_model
+    with importing():
+        from ptq.cli.tables import show_tensors
+        from ptq.io.hub import open_model
 
     model = open_model(args.model, args.trust_remote_code)
     rows = [_row(name, leaf) for name, leaf in model.params.items()]

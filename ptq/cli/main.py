@@ -21,8 +21,8 @@ from types import FrameType
 from typing import NoReturn
 
 from ptq.cli import compress, convert, demo, eval as evaluate, inspect, recipes
-from ptq.cli.heap import one_heap
 from ptq.cli.options import notices
+from ptq.cli.process import one_heap
 
 _COMMANDS = {
     "compress": compress,

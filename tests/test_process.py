@@ -10,7 +10,7 @@ import pytest
 
 COUNT = """
 import ctypes, sys, threading
-from ptq.cli.heap import one_heap
+from ptq.cli.process import one_heap
 
 if sys.argv[1] == "one":
     one_heap()
@@ -41,7 +41,7 @@ def test_threads_share_a_heap(asked: str, heaps: int) -> None:
 
 LARGE = """
 import ctypes, sys
-from ptq.cli.heap import one_heap
+from ptq.cli.process import one_heap
 
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -66,3 +66,41 @@ def test_what_is_large_stays_out_of_it(asked: str, apart: str) -> None:
     """By default memory that was given back once is kept in the heap the next time."""
     done = subprocess.run([sys.executable, "-c", LARGE, asked], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == apart
+
+
+IMPORTS = """
+import gc, sys
+from ptq.cli.process import importing
+
+for name in ["torch", "wave"]:
+    try:
+        with importing():
+            __import__(name)
+            print(gc.isenabled(), end=" ")
+            raise ImportError
+    except ImportError:
+        print(gc.isenabled(), gc.get_freeze_count() > 0)
+        gc.unfreeze()
+"""
+
+
+def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
+    """Once: where torch is there already the process may be somebody else's."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["False True True", "True True False"]
+
+
+LEAVES = """
+import atexit, sys
+from ptq.cli.process import leave
+
+atexit.register(print, "late")
+print("said", end="")
+sys.stderr.write("told")
+leave(7)
+"""
+
+
+def test_a_process_that_leaves_loses_nothing_that_was_said() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("said", "told", 7)
