@@ -546,6 +546,46 @@ def test_a_second_signal_ends_it_at_once(cli: Callable[..., Done], deep: Path, o
     assert cli("compress", deep, out, *LONG, "--resume").code == 0
 
 
+def test_a_model_that_no_text_alone_will_do_for(cli: Callable[..., Done], tmp_path: Path, out: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+
+    translator = T5Config(vocab_size=96, d_model=32, d_ff=64, num_layers=1, num_heads=4, d_kv=8)
+    filler = BertConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    T5ForConditionalGeneration(translator).save_pretrained(tmp_path / "t5")
+    BertForMaskedLM(filler).save_pretrained(tmp_path / "bert")
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": list(range(96)) * 2}) + "\n")
+    data = ("--data", tmp_path / "ids.jsonl", "--samples", "4", "--seq-len", "32")
+    no_batch = "T5ForConditionalGeneration does not take a batch of input_ids [1, 8]: ValueError: You must"
+    refused(cli("compress", tmp_path / "t5", out, "--recipe", "gptq-w4a16", *data), no_batch)
+    refused(cli("eval", tmp_path / "t5", *data), "T5ForConditionalGeneration writes another text than it reads")
+    refused(cli("eval", tmp_path / "bert", *data), "BertForMaskedLM does not predict what follows")
+    assert cli("compress", tmp_path / "bert", out, "--recipe", "gptq-w4a16", *data).code == 0
+
+
+@pytest.mark.parametrize("which", ["model", "out", "report", "data", "offload"])
+def test_a_home_that_nobody_has(which: str, cli: Callable[..., Done], tiny_llama: Path, out: Path) -> None:
+    nowhere = "~nobody-of-that-name/x.txt"
+    model, result = (nowhere if which == name else given for name, given in (("model", tiny_llama), ("out", out)))
+    more = () if which in ("model", "out") else (f"--{which}", nowhere)
+    done = cli("compress", model, result, "--recipe", "gptq-w4a16", *SMALL, *more)
+    refused(done, f"{nowhere}: there is no such home directory")
+    nothing_left(out)
+
+
+def test_a_name_that_no_terminal_can_show(copied: Path) -> None:
+    file, odd = copied / "model.safetensors", "\ud800.weight"
+    save_file({**load_file(file), "x.weight": torch.ones(2)}, file, {"format": "pt"})
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    renamed = json.dumps({odd if name == "x.weight" else name: entry for name, entry in header.items()}).encode()
+    file.write_bytes(len(renamed).to_bytes(8, "little") + renamed + raw[8 + length :])
+    with spawned("inspect", copied, "--check") as looking:
+        shown, told = looking.communicate()
+    assert (looking.returncode, told) == (0, "")
+    assert "\\ud800.weight" in shown
+
+
 TWICE = """
 import os, signal, sys
 from ptq.cli import main

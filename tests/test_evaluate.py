@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import nn
 
 from conftest import CONFIGS, VOCABULARY, llama_config, stock
 from ptq.errors import BadInput
@@ -89,16 +90,24 @@ def test_weights_are_read_and_left_alone() -> None:
     assert all(torch.equal(p, before[n][0]) and p._version == before[n][1] for n, p in module.named_parameters())
 
 
-@pytest.mark.parametrize("kind", ["no position", "no logits", "NaN", "beyond", "device", "dtype", "nothing", "no ids"])
+class Bare(nn.Embedding):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
+KINDS = ["no position", "no logits", "no text", "NaN", "beyond", "device", "dtype", "nothing", "no ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_evaluated(kind: str, model: Model, tiny_llama: Path) -> None:
     ids, more = torch.randint(VOCABULARY, (2, 12)), {}
-    message = {"device": "cannot be used", "dtype": "expected auto", "nothing": "no batch", "no ids": "input_ids"}.get(
-        kind, kind
-    )
-    batches: Any = {"nothing": [], "no position": [ids[:, :1]], "no ids": [{"inputs_embeds": ids.float()}]}.get(
-        kind, [ids]
-    )
+    told = {"device": "cannot be used", "dtype": "expected auto", "nothing": "no batch", "no ids": "input_ids"}
+    message = {**told, "no text": "LlamaModel does not predict what follows"}.get(kind, kind)
+    others = {"nothing": [], "no position": [ids[:, :1]], "no ids": [{"inputs_embeds": ids.float()}]}
+    batches: Any = {**others, "no logits": [{"input_ids": ids}]}.get(kind, [ids])
     if kind == "no logits":
+        model = from_module(Bare(VOCABULARY, 4))
+    if kind == "no text":
         from transformers import AutoModel
 
         model = from_module(AutoModel.from_pretrained(tiny_llama))

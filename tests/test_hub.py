@@ -7,6 +7,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import GOLDEN
 from conftest import llama_config, stock
-from ptq.errors import BadInput
+from ptq.errors import BadInput, Notice
 from ptq.io.compressed_tensors import Stored
 from ptq.io.hub import foreign, load, open_model
-from ptq.io.safetensors import OnDisk
+from ptq.io.safetensors import OnDisk, headers
+from ptq.io.save import save
 from ptq.numerics.leaves import dense
 
 WEIGHTS = "model.safetensors"
@@ -402,3 +404,17 @@ def test_a_tokenizer_config_that_is_a_list(copied: Path) -> None:
 def test_too_little_memory_is_no_fault_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(MemoryError), foreign(tmp_path):
         raise MemoryError
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_blocks_that_a_config_leaves_out_are_told(ahead: int, copied: Path) -> None:
+    """Nothing is lost, since they are carried along; one that predicts tokens further ahead is meant to be there."""
+    file = copied / "config.json"
+    few = {"num_hidden_layers": 1, "num_nextn_predict_layers": ahead}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **few}))
+    with (
+        nullcontext() if ahead else pytest.warns(Notice, match=r"model: model\.layers\.1 is a block that the model has")
+    ):
+        model = open_model(copied)
+    save(model, copied.with_name("out"))
+    assert headers(copied).keys() == headers(copied.with_name("out")).keys()

@@ -297,13 +297,17 @@ def test_a_writer_goes_on_after_another(
     assert {p.name: p.read_bytes() for p in torn.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
 
 
-def test_a_shard_that_lost_its_end_is_refused(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path)
-    entry = writer.write("a", torch.ones(1000))
+@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize("left", ["none", "nothing", "all but a byte"])
+def test_a_shard_that_lost_its_end_is_refused(shard: int, left: str, tmp_path: Path) -> None:
+    """At once, whichever it is; found when it is read, hours of work would have gone before."""
+    writer = ShardWriter(tmp_path, shard_size=2000)
+    entries = [(name, writer.write(name, torch.ones(500))) for name in "ab"]
     writer.close()
-    file = tmp_path / "shard-0.partial"
-    file.write_bytes(file.read_bytes()[:-1])
-    again = ShardWriter(tmp_path, written=[("a", entry)])
-    with pytest.raises(BadInput, match=r"shard-0\.partial: shorter than its journal says"):
-        again.write("b", torch.ones(1))
-    again.abort()
+    file = tmp_path / f"shard-{shard}.partial"
+    held = file.read_bytes()
+    file.unlink()
+    if left != "none":
+        file.write_bytes(held[:-1] if left == "all but a byte" else b"")
+    with pytest.raises(BadInput, match=rf"shard-{shard}\.partial: holds \d+ bytes, where its journal says {len(held)}"):
+        ShardWriter(tmp_path, written=entries)

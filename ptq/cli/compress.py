@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         from ptq.cli.tables import show_report
         from ptq.cli.work import measures, refuse_unwritable, windows, write
         from ptq.errors import BadInput
+        from ptq.io.files import expanded
         from ptq.io.hub import open_model
         from ptq.io.output import check_output
         from ptq.io.save import finished
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.out, args.overwrite, args.model, args.resume)
     if args.report:
         refuse_unwritable(args.report, args.out, args.model)
-        if args.dry_run and not args.report.expanduser().parent.is_dir():
+        if args.dry_run and not expanded(args.report).parent.is_dir():
             raise BadInput(f"report {args.report}: its directory does not exist, and a dry run makes none")
     model = open_model(args.model, args.trust_remote_code)
     model = model.decoded() if args.decode else model
@@ -74,6 +75,6 @@ def run(args: argparse.Namespace) -> int:
         made = write(work, args.out, args.overwrite, args.resume, args.format)
     report: dict[str, Any] = {"model": args.model, **made}
     if args.report:
-        args.report.expanduser().write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        expanded(args.report).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (show_plan if args.dry_run else show_report)(report)
     return int(args.dry_run and not report["totals"]["fits"])

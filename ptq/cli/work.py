@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ptq.base import Stage, State
 from ptq.errors import BadInput
+from ptq.io.files import expanded
 from ptq.io.save import save
 from ptq.models.model import Model
 from ptq.pipeline.data import tokens
@@ -101,8 +102,8 @@ def _vocabulary(model: Model) -> int | None:
 
 def refuse_unwritable(report: Path, out: str, source: str) -> None:
     """Raises `BadInput` where a report could not be written or would replace a model's file, before work is lost."""
-    file, result, model = (Path(path).expanduser().resolve() for path in (report, out, source))
-    name = report.expanduser().absolute().parent.resolve() / report.name  # where it is a link, the link itself
+    file, result, model = (expanded(path).resolve() for path in (report, out, source))
+    name = expanded(report).absolute().parent.resolve() / report.name  # where it is a link, the link itself
     if file.is_dir() or file == result:
         raise BadInput(f"report {report}: is a directory; name a file")
     if not (file.parent.is_dir() or file.parent == result):

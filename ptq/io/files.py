@@ -13,6 +13,21 @@ from typing import Any
 from ptq.errors import BadInput
 
 
+def expanded(path: str | Path) -> Path:
+    """A path as people write it: `~` is a home directory.
+
+    >>> expanded("~nobody-of-that-name/model")
+    Traceback (most recent call last):
+    ptq.errors.BadInput: ~nobody-of-that-name/model: there is no such home directory; write the whole path
+    """
+    if "\0" in str(path):
+        raise BadInput(f"{str(path)!r}: a path has no NUL in it")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise BadInput(f"{path}: there is no such home directory; write the whole path") from None
+
+
 def sync(path: Path) -> None:
     """Waits until a file, or a directory's list of names, is on disk."""
     handle = os.open(path, os.O_RDONLY)

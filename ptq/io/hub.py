@@ -15,7 +15,7 @@ from torch import nn
 from ptq.base import State
 from ptq.errors import BadInput, Notice, PtqError
 from ptq.io.contents import classes_of, contents, source_of
-from ptq.io.files import read_json
+from ptq.io.files import expanded, read_json
 from ptq.io.foreign import Source
 from ptq.io.orders import differences
 from ptq.io.quantization_config import KEYS, Config
@@ -27,6 +27,8 @@ from ptq.numerics.leaves import dense
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
+_BLOCK = re.compile(r"(.*?\.)(\d+)\.(.+)")
+"""the list of blocks that a tensor is in, its number, what it is there"""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -42,7 +44,7 @@ def open_model(path: str | Path, trust_remote_code: bool = False) -> Model:
         BadInput: there is no model there; a file is damaged; a tensor is missing or has another shape than its
             parameter. Known from headers, before anything is read.
     """
-    where = Path(path).expanduser()
+    where = expanded(path)
     if where.is_dir():
         return load(where, trust_remote_code)
     if where.is_file():
@@ -67,7 +69,7 @@ def directory_of(path: str | Path) -> Path:
     Raises:
         BadInput: it is a file, or there is nothing.
     """
-    where = Path(path).expanduser()
+    where = expanded(path)
     if not where.exists() and _HUB_ID.fullmatch(str(path)):
         return _snapshot(str(path))
     if not (where / "config.json").is_file():
@@ -80,7 +82,7 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     """Opens a model directory; see `open_model`. Compressed parameters stay compressed and are decoded when used."""
     from transformers import GenerationConfig
 
-    where = Path(path).expanduser()
+    where = expanded(path)
     if not (where / "config.json").is_file():
         what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
         raise BadInput(f"{where}: {what}")
@@ -95,6 +97,7 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     if (where / "generation_config.json").is_file() and getattr(skeleton, "generation_config", None) is not None:
         with foreign(where / "generation_config.json"):
             skeleton.generation_config = GenerationConfig.from_dict(read_json(where / "generation_config.json"))
+    _tell_left_out(reading, skeleton.config, where)
     if found.config is not None:
         _tell_orders(skeleton, reading, source, found.config, where)
         _tell_beyond(found.config, where)
@@ -121,6 +124,19 @@ def _refuse_layers(where: Path, tensors: int) -> None:
                 f"{where / 'config.json'}: num_hidden_layers: got {layers}, expected 1 to {tensors}, since there are "
                 f"{tensors} tensors; download it again"
             )
+
+
+def _tell_left_out(reading: Reading, config: Any, where: Path) -> None:
+    """Says which blocks of the files the model has no place for, beside those that predict tokens further ahead."""
+    used = [m for names in reading.sources.values() for m in map(_BLOCK.match, names) if m]
+    last = {path: max(int(m[2]) for m in used if m[1] == path) for path in {m[1] for m in used}}
+    known, ahead = {(m[1], m[3]) for m in used}, getattr(config, "num_nextn_predict_layers", None) or 0
+    over = {(m[1], int(m[2])) for m in map(_BLOCK.match, reading.unused) if m and (m[1], m[3]) in known}
+    beyond = sorted(f"{path}{i}" for path, i in over if i > last[path] + ahead)
+    if beyond:
+        more = f" (and {len(beyond) - 1} more)" if len(beyond) > 1 else ""
+        what = f"{beyond[0]}{more} is a block that the model has no place for by its config; it is carried along"
+        warnings.warn(f"{where}: {what}", Notice, stacklevel=3)
 
 
 def _tell_orders(skeleton: nn.Module, reading: Reading, source: Source, config: Config, where: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ptq.errors import BadInput
-from ptq.io.files import sync
+from ptq.io.files import expanded, sync
 from ptq.io.journal import Journal
 
 RECORD = "ptq.json"
@@ -42,7 +42,7 @@ def check_output(
         BadInput: no directory can be made there; it is not empty and may not be overwritten, is no model, or holds the
             source; an earlier run left finished blocks, or another one is at work.
     """
-    given, target = Path(path).expanduser().absolute(), resolved(path)
+    given, target = expanded(path).absolute(), resolved(path)
     left = bool(target.name) and (_left(given) or _left(target))
     if target.is_mount():
         raise BadInput(f"{given}: a disk is mounted there, so no directory can be given its name; name one inside it")
@@ -53,7 +53,7 @@ def check_output(
         raise BadInput(f"{target}: is a file; name a directory")
     finished = resume and not left and (target / RECORD).is_file()
     if target.is_dir() and any(target.iterdir()) and not finished:
-        _check_replaceable(target, overwrite, None if source is None else Path(source).expanduser())
+        _check_replaceable(target, overwrite, None if source is None else expanded(source))
     if left and not partial(target).is_dir():
         raise BadInput(f"{partial(target)}: is in the way; remove it")
     if left and not resume:
@@ -65,7 +65,7 @@ def check_output(
 
 def resolved(path: str | Path) -> Path:
     """The directory that a path is for. A link gets no other meaning: what it leads to is made or replaced."""
-    return Path(os.path.realpath(Path(path).expanduser()))
+    return Path(os.path.realpath(expanded(path)))
 
 
 def partial(target: Path) -> Path:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from io import SEEK_END, BufferedRandom
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +60,9 @@ class ShardWriter:
             while entry.shard >= len(self._shards):
                 self._shards.append(_Shard(_partial(directory, len(self._shards))))
             self._shards[entry.shard].note(name, entry)
+        if not any(directory.glob("*.safetensors")):  # some have their final names: the last tensor is in its shard
+            for shard in self._shards:
+                shard.refuse_short()
         for stray in set(directory.glob("shard-*.partial")) - {shard.path for shard in self._shards}:
             stray.unlink()
 
@@ -133,13 +136,20 @@ class _Shard:
     def file(self) -> BufferedRandom:
         """The file, behind the last tensor that was noted; what is there beyond does not count, and is cut off."""
         if self._open is None:
+            if self.entries:
+                self.refuse_short()
             end = _ROOM + self.end if self.entries else 0
             self._open = self.path.open("r+b" if self.path.exists() else "w+b")
-            if self._open.seek(0, SEEK_END) < end:
-                raise BadInput(f"{self.path}: shorter than its journal says; remove the directory and start again")
             self._open.truncate(end)
             self._open.seek(_ROOM + self.end)
         return self._open
+
+    def refuse_short(self) -> None:
+        """Refuses a file that is gone or lacks what was noted."""
+        size, end = self.path.stat().st_size if self.path.exists() else 0, _ROOM + self.end
+        if size < end:
+            what = f"holds {size} bytes, where its journal says {end}"
+            raise BadInput(f"{self.path}: {what}; remove the directory and start again")
 
     def abandon(self) -> None:
         """Closes the file as it is."""

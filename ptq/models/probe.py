@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ptq.base import Link, Params, Sites
+from ptq.errors import BadInput, PtqError
 from ptq.models.call import functional, named, stand_ins
 from ptq.models.flow import Flow
 from ptq.models.interpret import Interpreter, Use
@@ -57,6 +59,9 @@ def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
         *args: a batch of a few tokens; what it does not reach is not in the trace's sites.
         **kwargs: likewise.
 
+    Raises:
+        BadInput: the model's forward does not take this batch.
+
     >>> from ptq.models.skeleton import from_module
     >>> model = from_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
     >>> probe(model, torch.ones(1, 2)).sites
@@ -68,7 +73,7 @@ def probe(model: Model, *args: Any, **kwargs: Any) -> Trace:
     flow = Flow((args, kwargs))
     watch = _Watch(model.params, module, flow)
     handles = stand_ins(model.params, device="cpu")
-    with torch.no_grad(), Interpreter(handles, watch, after=flow):
+    with torch.no_grad(), Interpreter(handles, watch, after=flow), _taking(module, args, kwargs):
         functional(module, named(handles, model.aliases), args, kwargs)
     return Trace(
         sites={weights[0]: tuple(weights) for _, weights in watch.inputs.values()},
@@ -100,6 +105,20 @@ def blocks(module: nn.Module) -> list[str]:
 
 def _is_block(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None and next(module.children(), None) is not None
+
+
+@contextmanager
+def _taking(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Generator[None]:
+    """What a forward raises about a batch that it is not made for, such as a text alone for one that translates."""
+    try:
+        yield
+    except (PtqError, MemoryError):
+        raise
+    except Exception as error:
+        given = {**dict(enumerate(args)), **kwargs}
+        shown = ", ".join(f"{key} {list(t.shape)}" for key, t in given.items() if isinstance(t, Tensor))
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise BadInput(f"{type(module).__name__} does not take a batch of {shown or sorted(kwargs)}: {said}") from error
 
 
 class _Watch:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ptq.base import Stats
 from ptq.errors import BadInput
+from ptq.io.files import expanded
 from ptq.models.call import Decoder, Observer, interpreted, measured, merge_stats
 from ptq.models.model import Model
 from ptq.models.probe import probe
@@ -81,7 +82,7 @@ def calibrate(
 
 def save_stats(stats: Stats, path: str | Path) -> None:
     """Writes statistics to a safetensors file, which appears whole or not at all; outcomes of solves are left out."""
-    target = Path(path)
+    target = expanded(path)
     tensors = {
         f"{site}/{kind}/{f.name}": getattr(statistic, f.name).contiguous()
         for site, seen in measured(stats).items()
@@ -100,7 +101,7 @@ def load_stats(path: str | Path) -> Stats:
         BadInput: the file is missing, truncated, or holds something else.
     """
     try:
-        tensors = load_file(path)
+        tensors = load_file(expanded(path))
     except (OSError, SafetensorError) as error:
         raise BadInput(f"{path}: cannot be read as statistics: {error}") from None
     parts: dict[tuple[str, str], dict[str, torch.Tensor]] = {}

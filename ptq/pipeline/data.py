@@ -15,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ptq.errors import BadInput
+from ptq.io.files import expanded
 
 _MARGIN = 256  # tokens at the end of a cut text, which may not be those of the whole text
 _SOURCES = "builtin, builtin:eval, a .txt or .jsonl file, or hf:NAME[:CONFIG[:SPLIT]]"
@@ -63,7 +64,7 @@ def _ids(source: str, tokenizer: Any, need: int) -> Iterator[int]:
         return iter(_encoded(_BUILTIN[source](), tokenizer, need))
     if source.startswith("hf:"):
         return _of_rows(_dataset(source), tokenizer)
-    path = Path(source)
+    path = expanded(source)
     if path.suffix not in (".txt", ".jsonl"):
         raise BadInput(f"data source {source!r}: expected {_SOURCES}")
     if not path.is_file():

@@ -42,8 +42,10 @@ def perplexity(
         batch_size: samples in a forward; default: about 4,096 tokens.
 
     Raises:
-        BadInput: there is nothing to predict, the model has no logits, or they are not finite or enormous.
+        BadInput: there is nothing to predict; the model does not predict the next token, has no logits, or they are
+            not finite or enormous.
     """
+    _refuse_other_tasks(model)
     place = resolve(device, compute_dtype, model)
     computing = computed(model, place)
     loss, count = 0.0, 0
@@ -61,6 +63,15 @@ def perplexity(
     except OverflowError:
         where = f"{type(model.module).__name__}: a mean loss of {loss / count:.0f}"
         raise BadInput(f"{where} is beyond what a perplexity can say; look at its weights") from None
+
+
+def _refuse_other_tasks(model: Model) -> None:
+    """Those of transformers that fill gaps, or write something else than what they read."""
+    module: Any = model.module
+    translates = bool(getattr(model.config, "is_encoder_decoder", False))
+    if translates or not getattr(module, "can_generate", lambda: True)():
+        what = "writes another text than it reads" if translates else "does not predict what follows"
+        raise BadInput(f"{type(module).__name__} {what}; perplexity is of causal language models")
 
 
 def _logits(model: Model, batch: Batch, place: Place) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage
 
 from ptq._tree import tree_map
 from ptq.errors import BadInput
-from ptq.io.files import naming
+from ptq.io.files import expanded, naming
 from ptq.pipeline.allocations import Allocations, identity, storages
 from ptq.pipeline.budget import memory_limit
 
@@ -41,7 +41,7 @@ class Offload:
 
     def __init__(self, place: str | Path, computes: torch.device | None = None) -> None:
         self.place = place
-        self._directory = Path(place).expanduser() if str(place) and Path(place).expanduser().is_dir() else None
+        self._directory = expanded(place) if str(place) and expanded(place).is_dir() else None
         if self._directory is None:
             self._device = _device(place)
             if self._device == computes:
