@@ -174,9 +174,9 @@ def transformed(location: str) -> Callable[[dict[str, Any]], Any]:
     return top(transform_config={"config_groups": {"v": scheme}})
 
 
-def refused(kind: str, about: str, says: str, tensors: Any = None, config: Any = None) -> Case:
+def refused(kind: str, about: str, says: str, tensors: Any = None, config: Any = None, **more: Any) -> Case:
     """What the reader refuses, and so the check says in its words."""
-    return Case(kind, "unreadable", about, EVERY, tensors, config, says=says)
+    return Case(kind, "unreadable", about, EVERY, tensors, config, says=says, **more)
 
 
 BOTH, VLLM, TRANSFORMERS, EVERY = "vLLM and transformers", "vLLM", "transformers", "every reader"
@@ -206,6 +206,27 @@ CASES: dict[str, Case] = {
     ),
     "column order": Case(
         "group", "unexpected", f"{Q}.weight_g_idx", BOTH, lambda t: t.update({f"{Q}.weight_g_idx": ORDER})
+    ),
+    "zero points above 0 of symmetric": refused(
+        "group",
+        Q,
+        f"{Q}.weight_zero_point: got zero points, and its config says that there are none",
+        lambda t: t.update({f"{Q}.weight_zero_point": torch.zeros_like(ZERO)}),
+        also=("unexpected",),
+    ),
+    "column order of groups that are not there": refused(
+        "group",
+        Q,
+        f"{Q}.weight_g_idx: got groups 0 to 9, expected 0 to",
+        lambda t: t.update({f"{Q}.weight_g_idx": ORDER.clone().index_fill_(0, torch.tensor([3]), 9)}),
+        also=("unexpected",),
+    ),
+    "a quotient that is no number": refused(
+        "NVFP4A16",
+        Q,
+        f"{Q}.weight_scale: a scale is 0, negative, infinite or NaN",
+        put(f"{Q}.weight_global_scale", lambda t: t * 1e-43),
+        also=("fused-global-scale",),
     ),
     "activation scale": Case(
         "group", "unexpected", f"{Q}.input_scale", VLLM, lambda t: t.update({f"{Q}.input_scale": torch.ones(1)})

@@ -1,7 +1,7 @@
 """Whether loaders take a checkpoint: its headers against its config and its model, and its scales' values.
 
-No weight is decoded and no forward is run, so that a checkpoint of any size is checked in the time of reading its
-float tensors.
+No forward is run, and one weight at a time is in memory, so that a checkpoint of any size is checked in the time of
+reading it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check(path: Path, tp: int = 1, skeleton: nn.Module | None = None, weights: b
         path: a directory with config.json and safetensors.
         tp: over how many devices a serving engine divides each weight.
         skeleton: the model's structure; None: made from the config.
-        weights: whether the values of floats other than scales are read too.
+        weights: whether the values of weights are read too, and not those of scales alone.
 
     Raises:
         BadInput: there is no config, or transformers knows no such model.

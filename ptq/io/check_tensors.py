@@ -96,16 +96,20 @@ def _cache(survey: Survey) -> Iterator[Finding]:
 
 
 def value_findings(survey: Survey, weights: bool) -> Iterator[Finding]:
-    """Floats that are not numbers, one tensor in memory at a time; scales by the reader, which refuses them.
+    """Floats that are not numbers, one weight in memory at a time; what is compressed by the reader, which refuses it.
 
     Args:
         survey: a checkpoint.
-        weights: whether floats other than scales are read too, codes that are floats among them.
+        weights: whether more than scales is read: dense weights, codes, zero points, orders of columns.
     """
     known = {*survey.buffers}
     for module in survey.modules.values():
         if module.rounded is not None:
+            told = len(survey.refusals.found)
             module.rounded.check_scales(survey.refusals)
+            if weights and len(survey.refusals.found) == told:
+                with survey.refusals(module.name):
+                    module.rounded.load()
             known |= {entry.name for part, entry in module.rounded.parts.items() if part in SCALES}
     for name, entry in survey.entries.items():
         if weights and entry.dtype.is_floating_point and known.isdisjoint((name, entry.name)):
