@@ -105,9 +105,8 @@ def value_findings(survey: Survey, weights: bool) -> Iterator[Finding]:
     known = {*survey.buffers}
     for module in survey.modules.values():
         if module.rounded is not None:
-            told = len(survey.refusals.found)
             module.rounded.check_scales(survey.refusals)
-            if weights and len(survey.refusals.found) == told:
+            if weights and survey.refusals.found.keys().isdisjoint(e.name for e in module.rounded.parts.values()):
                 with survey.refusals(module.name):
                     module.rounded.load()
             known |= {entry.name for part, entry in module.rounded.parts.items() if part in SCALES}
