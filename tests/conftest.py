@@ -91,6 +91,17 @@ def gpt2_config(**changes: Any) -> Any:
     return GPT2Config(**{**own, **dropout, "bos_token_id": 0, "eos_token_id": 1, **changes})
 
 
+def deepseek_config(**changes: Any) -> Any:
+    """Attention through latents, routed and shared experts, a first block without any, a persistent buffer."""
+    from transformers import DeepseekV3Config
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    routed = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    return DeepseekV3Config(**{**sizes, **heads, **latent, **routed, "first_k_dense_replace": 1, **changes})
+
+
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import same_bits
-from conftest import llama_config, stock
+from conftest import deepseek_config as tiny_deepseek, llama_config, stock
 from ptq.base import targets
 from ptq.errors import BadInput
 from ptq.io.check import check
@@ -99,19 +99,8 @@ def in_mxfp4(stack: str, w: Tensor) -> Written:
 
 
 def deepseek_config() -> Any:
-    from transformers import DeepseekV3Config
-
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    routed = {
-        "n_routed_experts": 3,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 200,
-    }
-    sizes = {"vocab_size": 96, "hidden_size": 136, "intermediate_size": 264, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
-    return DeepseekV3Config(**sizes, **heads, **latent, **routed)
+    """Ragged blocks of 128."""
+    return tiny_deepseek(hidden_size=136, intermediate_size=264, n_routed_experts=3, moe_intermediate_size=200)
 
 
 def qwen3_config() -> Any:

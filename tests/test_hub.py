@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import GOLDEN
-from conftest import llama_config, stock
+from conftest import deepseek_config, llama_config, stock
 from ptq.errors import BadInput, Notice
 from ptq.io.compressed_tensors import Stored
 from ptq.io.hub import foreign, load, open_model
@@ -158,19 +158,7 @@ def test_opening_reads_no_weight(tiny_llama: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_persistent_buffers_come_from_the_file(tmp_path: Path) -> None:
-    from transformers import DeepseekV3Config
-
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    routed = {
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 0,
-    }
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 16}
-    reference = stock(DeepseekV3Config(**sizes, **heads, **latent, **routed))
+    reference = stock(deepseek_config(num_hidden_layers=1, first_k_dense_replace=0, moe_intermediate_size=16))
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     reference.get_buffer(name).copy_(torch.tensor([3.0, -1.0, 0.5, 0.0]))
     reference.save_pretrained(tmp_path)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from checkpoints import quantized
-from conftest import CONFIGS, llama_config, stock
+from conftest import CONFIGS, deepseek_config, llama_config, stock
 from ptq.io.safetensors import WEIGHTS, OnDisk, headers
 from ptq.models.naming import Converted, assigned, joint, names_in_files, read, written
 from ptq.models.skeleton import from_config, remember_conversions
@@ -31,25 +31,15 @@ def qwen3_moe(experts: int = 12) -> Any:
 
 def zoo() -> dict[str, Any]:
     """Experts stacked, renamed, or stacked in the file too; a persistent buffer; models with nothing to convert."""
-    from transformers import DeepseekV3Config, GptOssConfig, GraniteMoeConfig, JambaConfig, MixtralConfig
+    from transformers import GptOssConfig, GraniteMoeConfig, JambaConfig, MixtralConfig
 
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    routed = {
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-    }
     plain = {k: v for k, v in HEADS.items() if k != "head_dim"}
     mamba = {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4}
     return {
         **{name: make() for name, make in CONFIGS.items()},
         "qwen3_moe": qwen3_moe(),
         "mixtral": MixtralConfig(**SMALL, **plain, num_local_experts=4),
-        "deepseek": DeepseekV3Config(
-            **{**SMALL, **latent, **routed, "num_attention_heads": 4, "num_key_value_heads": 4}
-        ),
+        "deepseek": deepseek_config(),
         "granite": GraniteMoeConfig(**SMALL, **plain, num_local_experts=4),
         "gpt_oss": GptOssConfig(**SMALL, **HEADS, num_local_experts=4),
         "jamba": JambaConfig(**SMALL, **plain, **mamba, use_mamba_kernels=False),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from conftest import CONFIGS, llama_config, stock
+from conftest import CONFIGS, deepseek_config, llama_config, stock
 from ptq.errors import BadInput
 from ptq.models.skeleton import (
     aliases,
@@ -30,26 +30,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def zoo() -> dict[str, Any]:
     """Architectures whose buffers or ties are of different kinds."""
-    from transformers import BertConfig, DeepseekV3Config, FalconH1Config, GPTJConfig, T5Config
+    from transformers import BertConfig, FalconH1Config, GPTJConfig, T5Config
 
     small = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    routed = {
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-    }
     return {
         **{name: make() for name, make in CONFIGS.items()},
         "dynamic rope": llama_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         "gptj": GPTJConfig(vocab_size=96, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
         "falcon_h1": FalconH1Config(**small, **heads, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
-        "deepseek": DeepseekV3Config(
-            **{**small, **latent, **routed, "num_attention_heads": 4, "num_key_value_heads": 4}
-        ),
+        "deepseek": deepseek_config(),
         "t5": T5Config(vocab_size=96, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8),
         "bert": BertConfig(**small, num_attention_heads=4),
     }
