@@ -41,9 +41,9 @@ def llama(path: Path, blocks: int) -> None:
     stock(llama_config(**sizes, num_attention_heads=4, num_key_value_heads=4)).save_pretrained(path)
 
 
-def peak(model: Path, out: Path, *args: object) -> int:
-    """The most bytes that `ptq compress` of a model had resident, where it could have `ROOM` beside all programs."""
-    command = [sys.executable, "-c", CHILD, ROOM, "compress", model, out, "--device", "cpu", *args]
+def peak(*args: object) -> int:
+    """The most bytes that a command had resident, where it could have `ROOM` beside all programs."""
+    command = [sys.executable, "-c", CHILD, ROOM, *args]
     # Freed tensors go back to the system at once, so that the peak is what was held and not how the heap was cut up.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=environment)
@@ -55,13 +55,17 @@ def peak(model: Path, out: Path, *args: object) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gptq-w4a16-g64", "rtn-w4a16-g64"])
 def test_peak_memory_does_not_grow_with_the_number_of_blocks(tmp_path: Path, recipe: str) -> None:
+    """Of compressing, and of converting the result back."""
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"input_ids": [i * 7 % VOCABULARY for i in range(4 * 32)]}) + "\n")
-    data = ("--recipe", recipe, "--data", ids, "--samples", 4, "--seq-len", 32)
-    peaks = []
+    how = ("--recipe", recipe, "--data", ids, "--samples", 4, "--seq-len", 32, "--device", "cpu")
+    peaks: dict[str, list[int]] = {"compress": [], "convert": []}
     for blocks in (8, 20):
-        llama(tmp_path / f"{blocks}", blocks)
-        peaks.append(peak(tmp_path / f"{blocks}", tmp_path / f"out{blocks}", *data))
+        model, out, back = (tmp_path / f"{name}{blocks}" for name in ("model", "out", "back"))
+        llama(model, blocks)
+        peaks["compress"].append(peak("compress", model, out, *how))
+        peaks["convert"].append(peak("convert", out, back, "--format", "dense"))
     # Twelve blocks are 120 MiB of weights and 30 MiB of codes; what is held of each anyway are names and empty modules.
-    assert abs(peaks[1] - peaks[0]) < 5 * MIB, peaks
-    assert sum(file.stat().st_size for file in (tmp_path / "20").glob("*.safetensors")) > 1.3 * ROOM
+    assert all(abs(many - few) < 5 * MIB for few, many in peaks.values()), peaks
+    for large in ("model20", "back20"):
+        assert sum(file.stat().st_size for file in (tmp_path / large).glob("*.safetensors")) > 1.3 * ROOM
