@@ -104,3 +104,16 @@ leave(7)
 def test_a_process_that_leaves_loses_nothing_that_was_said() -> None:
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("said", "told", 7)
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+@pytest.mark.parametrize(
+    ("command", "code", "said", "where"), [("recipes", 0, "rtn-w8a16", 1), ("inspect nowhere", 2, "ptq: nowhere", 2)]
+)
+def test_a_process_without_an_output_works_as_any(command: str, code: int, said: str, where: int, closed: int) -> None:
+    """As a daemon's: what would be said there goes nowhere."""
+    shell = ["/bin/sh", "-c", f"exec {sys.executable} -m ptq {command} {closed}>&-"]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
+    heard = {1: done.stdout, 2: done.stderr}
+    assert (done.returncode, said in heard[where], heard[closed]) == (code, closed != where, "")
+    assert "Traceback" not in done.stderr

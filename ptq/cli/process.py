@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from pathlib import Path
 from typing import NoReturn
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as malloc.h numbers them
@@ -29,6 +31,15 @@ def one_heap() -> None:
         mallopt(_ARENA_MAX, 1)
         mallopt(_MMAP_THRESHOLD, _LARGE)
         mallopt(_TRIM_THRESHOLD, _SPARE)  # else a fixed threshold makes the heap shrink and grow all the time
+
+
+def speaking() -> None:
+    """Makes it safe to print, also names that a terminal has no letters for, and where there is no output at all."""
+    nowhere = Path(os.devnull)
+    sys.stdout = sys.stdout or nowhere.open("w")
+    sys.stderr = sys.stderr or nowhere.open("w")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
