@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import GOLDEN
-from conftest import deepseek_config, llama_config, stock
+from conftest import deepseek_config, gpt2_config, llama_config, stock
 from ptq.errors import BadInput, Notice
+from ptq.io.check import check
 from ptq.io.compressed_tensors import Stored
 from ptq.io.hub import foreign, load, open_model
 from ptq.io.safetensors import OnDisk, headers
@@ -375,12 +376,25 @@ def test_values_without_a_scale_are_refused_by_name(copied: Path, dtype: torch.d
         open_model(rewritten(copied, lambda t: t.update({name: t[name].to(dtype)})))
 
 
-@pytest.mark.parametrize("layers", [10**9, 0, -1])
-def test_layers_that_no_tensors_are_there_for(layers: int, copied: Path) -> None:
-    file = copied / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": layers}))
+@pytest.mark.parametrize("layers", [10**30, 10**9, 0, -1])
+@pytest.mark.parametrize("reads", [open_model, check], ids=["open_model", "check"])
+def test_layers_that_no_tensors_are_there_for(reads: Callable[[Path], object], layers: int, copied: Path) -> None:
+    """They would be built for hours, in all memory that there is."""
+    changed(copied, num_hidden_layers=layers)
     with pytest.raises(BadInput, match=rf"config\.json: num_hidden_layers: got {layers}, expected 1 to 21, since"):
-        open_model(copied)
+        reads(copied)
+
+
+def test_layers_by_another_name(tmp_path: Path) -> None:
+    stock(gpt2_config()).save_pretrained(tmp_path)
+    changed(tmp_path, n_layer=10**9)
+    with pytest.raises(BadInput, match=r"config\.json: n_layer: got 1000000000, expected 0 to 28, since"):
+        open_model(tmp_path)
+
+
+def changed(directory: Path, **values: object) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def test_a_tokenizer_config_that_is_a_list(copied: Path) -> None:
@@ -397,9 +411,7 @@ def test_too_little_memory_is_no_fault_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_blocks_that_a_config_leaves_out_are_told(ahead: int, copied: Path) -> None:
     """Nothing is lost, since they are carried along; one that predicts tokens further ahead is meant to be there."""
-    file = copied / "config.json"
-    few = {"num_hidden_layers": 1, "num_nextn_predict_layers": ahead}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **few}))
+    changed(copied, num_hidden_layers=1, num_nextn_predict_layers=ahead)
     with (
         nullcontext() if ahead else pytest.warns(Notice, match=r"model: model\.layers\.1 is a block that the model has")
     ):

@@ -19,6 +19,7 @@ from ptq.io.files import expanded, read_json
 from ptq.io.foreign import Source
 from ptq.io.orders import differences
 from ptq.io.quantization_config import KEYS, Config
+from ptq.io.safetensors import headers
 from ptq.models.model import Model
 from ptq.models.naming import Reading
 from ptq.models.skeleton import checkpoint_dtype, from_config, head_of, set_buffers
@@ -27,6 +28,11 @@ from ptq.numerics.leaves import dense
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
+_LAYERS = frozenset(
+    ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
+    + ("encoder_layers", "decoder_layers", "depth")
+)
+"""what configs call the number of blocks"""
 _BLOCK = re.compile(r"(.*?\.)(\d+)\.(.+)")
 """the list of blocks that a tensor is in, its number, what it is there"""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -87,8 +93,8 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
         what = "not a model directory: no config.json" if where.is_dir() else "no such directory"
         raise BadInput(f"{where}: {what}")
     source = source_of(where)
-    _refuse_layers(where, len(source.entries))
-    skeleton: Any = skeleton_of(where, trust_remote_code, checkpoint_dtype(source.entries.values()))
+    dtype = checkpoint_dtype(source.entries.values())
+    skeleton: Any = skeleton_of(where, trust_remote_code, dtype, len(source.entries))
     found = contents(where, source, skeleton)
     reading = found.reading
     if not found.params:
@@ -105,8 +111,11 @@ def load(path: str | Path, trust_remote_code: bool = False) -> Model:
     return Model(skeleton, state, dict(found.tied), skeleton.config, _tokenizer(where, trust_remote_code), where)
 
 
-def skeleton_of(where: Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model's structure, from its config alone."""
+def skeleton_of(
+    where: Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32, tensors: int | None = None
+) -> nn.Module:
+    """A model's structure, from its config alone; `tensors` is how many the files have, if that is known."""
+    _refuse_layers(where, _count(where) if tensors is None else tensors)
     config = _config(where, trust_remote_code)
     for key in KEYS:
         vars(config).pop(key, None)
@@ -118,12 +127,21 @@ def _refuse_layers(where: Path, tensors: int) -> None:
     """A damaged number would build modules for hours, or leave out the blocks of a model."""
     config = read_json(where / "config.json")
     for table in (config, *(value for value in config.values() if isinstance(value, dict))):
-        layers = table.get("num_hidden_layers", 1)
-        if isinstance(layers, int) and not 0 < layers <= max(tensors, 1):
-            raise BadInput(
-                f"{where / 'config.json'}: num_hidden_layers: got {layers}, expected 1 to {tensors}, since there are "
-                f"{tensors} tensors; download it again"
-            )
+        for key in _LAYERS & table.keys():
+            layers, least = table[key], int(key == "num_hidden_layers")
+            if isinstance(layers, int) and not least <= layers <= max(tensors, 1):
+                raise BadInput(
+                    f"{where / 'config.json'}: {key}: got {layers}, expected {least} to {tensors}, since there are "
+                    f"{tensors} tensors; download it again"
+                )
+
+
+def _count(where: Path) -> int:
+    """How many tensors there are, or more than any model has where the files are damaged: that is told later."""
+    try:
+        return len(headers(where))
+    except BadInput:
+        return 1 << 16
 
 
 def _tell_left_out(reading: Reading, config: Any, where: Path) -> None:

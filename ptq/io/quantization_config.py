@@ -301,7 +301,7 @@ def _args(name: str, raw: Any, form: str | None, where: Path) -> Args:
     grouped = strategy in ("group", "tensor_group")
     if (grouped and not _positive(size)) or (strategy == "block" and not _positive(*args.block or (None,))):
         got = f"strategy {strategy} with group_size {size} and block_structure {block}"
-        raise BadInput(f"{where}: {name}: {got}; expected sizes above 0")
+        raise BadInput(f"{where}: {name}: {got}; expected sizes above 0, of 31 bits at most")
     return args
 
 
@@ -311,7 +311,7 @@ def _dtype_name(name: str | None) -> str | None:
 
 
 def _positive(*sizes: Any) -> bool:
-    return all(type(size) is int and size > 0 for size in sizes)
+    return all(type(size) is int and 0 < size < 1 << 31 for size in sizes)
 
 
 def _beyond(table: Mapping[str, Any]) -> list[str]:
