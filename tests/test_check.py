@@ -296,6 +296,13 @@ CASES: dict[str, Case] = {
         config=top(kv_cache_scheme={"num_bits": 8, "type": "float"}),
         severity="note",
     ),
+    "tokens in the cache": Case(
+        "group",
+        "cache-kind",
+        "kv_cache_scheme",
+        VLLM,
+        config=top(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}),
+    ),
     "integers in the cache": Case(
         "group", "cache-kind", "kv_cache_scheme", VLLM, config=top(kv_cache_scheme={"num_bits": 8})
     ),
@@ -487,8 +494,8 @@ def test_what_is_broken_is_found_and_nothing_else(name: str, good: Callable[[str
 def test_every_rule_is_broken_by_a_case() -> None:
     written = "".join(file.read_text() for file in Path(checking.__file__).parent.glob("check*.py"))
     rules = set(re.findall(r'Finding\(\s*[^,]+(?:\([^)]*\))?, "([a-z_-]+)"', written))
-    elsewhere = {"bitmask", "replaced", "experts", "dense-experts", "experts-group"}
-    # test_bitmask.py, test_writer.py, test_check_experts.py
+    elsewhere = {"activations", "bitmask", "replaced", "experts", "dense-experts", "experts-group"}
+    # test_check_kernels.py, test_bitmask.py, test_writer.py, test_check_experts.py
     assert rules - {case.rule for case in CASES.values()} == elsewhere
 
 

@@ -406,6 +406,9 @@ def test_a_scheme_without_its_size_is_refused(weights: dict[str, Any]) -> None:
         {"config_groups": {"a": {"weights": 3}}},
         {"config_groups": {"a": {"weights": {"num_bits": "4"}}}},
         {"ignore": 7},
+        {"ignore": "lm_head"},
+        {"config_groups": {"a": {"weights": {"num_bits": 4, "strategy": {}}}}},
+        {"config_groups": {"a": {"weights": {"num_bits": 4, "zp_dtype": [1]}}}},
         {"ignore": [7]},
         {"ignore": ["re:("]},
     ],
@@ -415,3 +418,9 @@ def test_a_malformed_config_is_one_line(table: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="somewhere: quantization_config is malformed") as caught:
         parse({"quant_method": "compressed-tensors", **table}, WHERE)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("version", [None, "", "unknown"])
+def test_a_version_that_says_nothing_is_that_of_today(version: str | None) -> None:
+    """Codes of 3, 5, 6 and 7 bits have been packed in another way before 0.18."""
+    assert parse({"version": version}, WHERE).version == parse({}, WHERE).version >= (0, 18)

@@ -223,6 +223,24 @@ def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
         headers(tmp_path)
 
 
+def test_two_checkpoints_in_one_directory_are_refused(tmp_path: Path) -> None:
+    """transformers takes the single file first, others the index; an index may name the single file, too."""
+    directory = sharded(tmp_path)
+    save_file({"a": torch.ones(2)}, directory / WEIGHTS)
+    with pytest.raises(BadInput, match=r"has model\.safetensors, and model\.safetensors\.index\.json that names other"):
+        headers(directory)
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS}}))
+    assert headers(directory).keys() == {"a"}
+
+
+@pytest.mark.parametrize("told", [5, [1], {"a": {"b": 1}}, {"a": 1}])
+def test_metadata_that_safetensors_does_not_take(told: Any, tmp_path: Path) -> None:
+    header = json.dumps({"__metadata__": told, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    with pytest.raises(BadInput, match=r"model\.safetensors: corrupt header"):
+        headers(tmp_path)
+
+
 def test_no_weights_says_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"no model\.safetensors and no model\.safetensors\.index\.json$"):
         headers(tmp_path)

@@ -14,8 +14,9 @@ from torch import nn
 from ptq.errors import BadInput
 from ptq.io.bitmask import Masked
 from ptq.io.check_config import config_findings, target_findings, untargeted
-from ptq.io.check_engines import fused_findings, head_findings, kernel_findings, parallel_findings
+from ptq.io.check_engines import fused_findings, head_findings, parallel_findings
 from ptq.io.check_experts import expert_findings
+from ptq.io.check_kernels import kernel_findings
 from ptq.io.check_replaced import replaced_findings
 from ptq.io.check_tensors import part_findings, presence, value_findings
 from ptq.io.hub import skeleton_of

@@ -49,6 +49,9 @@ def _cache(config: Config) -> Iterator[Finding]:
     if (args.bits, args.kind, args.symmetric) != (8, "float", True):
         got = f"{args.kind} of {args.bits} bits{'' if args.symmetric else ' with zero points'}"
         yield Finding("kv_cache_scheme", "cache-kind", got, "symmetric float of 8 bits", VLLM)
+    elif args.strategy not in ("tensor", "attn_head"):
+        want = "one scale for a tensor or a head"
+        yield Finding("kv_cache_scheme", "cache-kind", f"strategy {args.strategy}", want, VLLM)
 
 
 def _transforms(config: Config, tp: int) -> Iterator[Finding]:

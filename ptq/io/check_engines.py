@@ -1,4 +1,4 @@
-"""Rules of engines: modules that vLLM fuses, weights that are cut for several devices, heads, kernels."""
+"""Rules of engines: modules that vLLM fuses, weights that are cut for several devices, heads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from torch import Tensor
 
 from ptq.io.fused import HEADS, FusedSet, cut, expert_sets, fused_sets
 from ptq.io.quantization_config import Args, Quantizers
-from ptq.io.survey import BOTH, NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey, packed_words
+from ptq.io.survey import BOTH, NOTE, VLLM, Finding, Module, Survey, packed_words
 from ptq.numerics.leaves import dense
-
-_MARLIN = (None, -1, 32, 64, 128)
 
 
 def fused_findings(survey: Survey) -> Iterator[Finding]:
@@ -134,49 +132,3 @@ def head_findings(survey: Survey) -> Iterator[Finding]:
     else:
         want = "no tensor while tie_word_embeddings is true"
         yield Finding(head.tensor("weight"), "tied-head", "a copy", want, VLLM, NOTE)
-
-
-def kernel_findings(survey: Survey) -> Iterator[Finding]:
-    """Schemes that an engine has no kernel for, or few devices; told once each, with a module that has it."""
-    seen: set[tuple[object, ...]] = set()
-    for module in survey.modules.values() if survey.table else ():
-        embedding = "Embedding" in module.classes
-        kind = (*module.scheme, embedding, module.piece)
-        if module.args is not None and kind not in seen:
-            seen.add(kind)
-            yield from _kernels(module, module.args)
-            if embedding:
-                yield Finding(module.name, "embedding", "a compressed embedding", "a dense one", TRANSFORMERS)
-
-
-def _kernels(module: Module, args: Args) -> Iterator[Finding]:
-    if args.format == "pack-quantized":
-        yield from _packed_kernels(module, args)
-    elif args.kind == "int" and module.given.inputs is None:
-        yield Finding(module.name, "kernel", f"{args.format} without activations", "pack-quantized", VLLM)
-    elif args.kind == "int" and not args.symmetric:
-        want = "symmetric weights where activations are integers"
-        yield Finding(module.name, "kernel", "zero points", want, VLLM)
-    elif args.strategy == "group" and args.format in ("float-quantized", "naive-quantized"):
-        got = f"float8 in groups of {args.group_size}"
-        yield Finding(module.name, "kernel", got, "one scale for the tensor, or of channels or blocks", VLLM)
-    elif args.format == "mxfp6-pack-quantized":
-        yield Finding(module.name, "kernel", args.format, "another format", VLLM)
-    elif args.format == "mxfp8-quantized" and args.scale_dtype is None:
-        yield Finding(module.name, "kernel", "no scale_dtype", "torch.uint8", VLLM)
-
-
-def _packed_kernels(module: Module, args: Args) -> Iterator[Finding]:
-    name = module.name
-    if args.strategy == "tensor":
-        yield Finding(name, "kernel", "one scale for a tensor", "scales of channels or groups", VLLM)
-    if args.bits not in (4, 8) or args.group_size not in _MARLIN:
-        got = f"{args.bits} bits in groups of {args.group_size}"
-        yield Finding(name, "kernel", got, "4 or 8 bits, groups of 32, 64 or 128 or channels, for Marlin", VLLM, NOTE)
-    if args.symmetric:
-        return
-    if not module.piece:
-        want = "symmetric weights, int-quantized, or CompressedTensorsConfig(dequantize=True)"
-        yield Finding(name, "packed-zero-points", "packed zero points", want, TRANSFORMERS)
-    if args.bits != 4:
-        yield Finding(name, "kernel", f"zero points of {args.bits} bits", "4 bits for Marlin", VLLM, NOTE)

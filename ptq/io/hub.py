@@ -29,8 +29,16 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 _LAYERS = frozenset(
-    ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
-    + ("encoder_layers", "decoder_layers", "depth")
+    (
+        "num_hidden_layers",
+        "num_layers",
+        "n_layer",
+        "n_layers",
+        "num_decoder_layers",
+        "encoder_layers",
+        "decoder_layers",
+        "depth",
+    )
 )
 """what configs call the number of blocks"""
 _BLOCK = re.compile(r"(.*?\.)(\d+)\.(.+)")

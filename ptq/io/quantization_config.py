@@ -153,13 +153,13 @@ def _parse(raw: Any, where: Path) -> Config:
         raise BadInput(f"{where}: quantized by {method!r}, which is not read; expected {known}")
     groups = {name: group for name, group in _schemes(table, where).items() if any(map(group.get, _ROLES))}
     cache: Any = table.get("kv_cache_scheme")
-    ignore: tuple[Any, ...] = tuple(table.get("ignore") or ())
-    if not all(isinstance(target, str) for target in ignore):
-        raise TypeError(f"ignore {ignore}")
-    digits = re.findall(r"\d+", str(table.get("version", VERSION)))
+    ignore: Any = table.get("ignore") or []
+    if not isinstance(ignore, list | tuple) or not all(isinstance(target, str) for target in ignore):
+        raise TypeError(f"ignore: got {ignore!r}, expected a list of names")
+    digits = re.findall(r"\d+", str(table.get("version"))) or re.findall(r"\d+", VERSION)
     return Config(
         groups=tuple(_group(name, group, table, where) for name, group in groups.items()),
-        ignore=ignore,
+        ignore=tuple(ignore),
         version=tuple(int(d) for d in digits[:2]),
         packed=table.get("quantization_status", "compressed") == "compressed",
         cache=_activation_args("kv_cache_scheme", cache, where) if cache else None,
@@ -284,6 +284,8 @@ def _args(name: str, raw: Any, form: str | None, where: Path) -> Args:
     size, block = raw.get("group_size"), raw.get("block_structure")
     if isinstance(block, str):  # "128x128" in old files
         block = block.lower().split("x")
+    if not all(isinstance(raw.get(key), str | bool | None) for key in ("strategy", "zp_dtype", "actorder", "observer")):
+        raise TypeError(f"{name}: {dict(raw)}")
     strategy = raw.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     args = Args(
         format=form,

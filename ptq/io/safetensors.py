@@ -123,7 +123,11 @@ def headers(path: Path) -> dict[str, OnDisk]:
     if path.is_file():
         return _header(path)
     if (path / INDEX).is_file():
-        return _indexed(path)
+        found = _indexed(path)
+        if (path / WEIGHTS).is_file() and all(tensor.file.name != WEIGHTS for tensor in found.values()):
+            what = f"has {WEIGHTS}, and {INDEX} that names other files; loaders differ in which they read"
+            raise BadInput(f"{path}: {what}; remove what is out of date")
+        return found
     if (path / WEIGHTS).is_file():
         return _header(path / WEIGHTS)
     others = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".h5", ".msgpack"))
@@ -179,8 +183,8 @@ def _header(file: Path) -> dict[str, OnDisk]:
     size, length, raw = _raw(file)
     try:
         table = json.loads(raw)
-        entries = {name: entry for name, entry in table.items() if name != "__metadata__"}
-        found = {name: _entry(file, name, entry, 8 + length) for name, entry in entries.items()}
+        _texts(table.pop("__metadata__", None) or {})
+        found = {name: _entry(file, name, entry, 8 + length) for name, entry in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, BadInput):
             raise
@@ -191,6 +195,12 @@ def _header(file: Path) -> dict[str, OnDisk]:
             raise BadInput(f"{file}: truncated: {leaf.name} ends at byte {end} of {size}; download or copy it again")
     _refuse_gaps(file, found, 8 + length, size)
     return found
+
+
+def _texts(told: Mapping[str, Any]) -> None:
+    """What is beside the tensors is text: safetensors itself opens no file where it is not."""
+    if not all(isinstance(text, str) for text in told.values()):
+        raise ValueError(told)
 
 
 def _refuse_gaps(file: Path, found: Mapping[str, OnDisk], end: int, size: int) -> None:
