@@ -8,6 +8,14 @@ from ptq.io.quantization_config import Args
 from ptq.io.survey import NOTE, TRANSFORMERS, VLLM, Finding, Module, Survey
 
 _MARLIN = (None, -1, 32, 64, 128)
+_WANTED = {
+    "pack-quantized": "integers of 4 or 8 bits per token, none, or what int8 inputs and outputs or float8 tokens allow",
+    "nvfp4-pack-quantized": "nvfp4 too, or none",
+    "int-quantized": "int8 per token or static, for int8 per channel or tensor; or per token, for int4",
+    "float-quantized": "float8, dynamic where weights are in blocks; or none",
+    "naive-quantized": "those of the same kind as the weights",
+}
+"""format of the weights -> the activations that they are multiplied by"""
 
 
 def kernel_findings(survey: Survey) -> Iterator[Finding]:
@@ -58,22 +66,13 @@ def _packed_kernels(module: Module, args: Args) -> Iterator[Finding]:
 
 
 def _pairs(module: Module, args: Args) -> Iterator[Finding]:
-    """Activations that no kernel multiplies such weights by; which one it is, is said of weights alone."""
+    """Activations that no kernel multiplies such weights by."""
     _, inputs, outputs = module.given
     if inputs is None and outputs is not None:
         yield Finding(module.name, "activations", "activations of outputs alone", "of inputs too, or of none", VLLM)
     elif inputs is not None and not _takes(args, inputs, outputs):
         got = f"{_words(inputs)} for {_words(args)} in {args.format}"
         yield Finding(module.name, "activations", got, _WANTED.get(str(args.format), "none"), VLLM)
-
-
-_WANTED = {
-    "pack-quantized": "integers of 4 or 8 bits per token, none, or what int8 inputs and outputs or float8 tokens allow",
-    "nvfp4-pack-quantized": "nvfp4 too, or none",
-    "int-quantized": "int8 per token or static, for int8 per channel or tensor; or per token, for int4",
-    "float-quantized": "float8, dynamic where weights are in blocks; or none",
-    "naive-quantized": "those of the same kind as the weights",
-}
 
 
 def _words(args: Args) -> str:
